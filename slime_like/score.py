@@ -25,7 +25,7 @@ from slime_like.orchestration.run.directory import run_directory
 from slime_like.orchestration.trainer.batcher import window_tokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, policy_ranks
 from slime_like.system.disk import whole_file
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, num_rows, unit="sequence"))
         ranks = config.trainer.parallel.world_size
-        progress.note(f"starting Ray and {counted(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
+        progress.note(f"starting Ray and {pluralize(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
             policy = stack.enter_context(policy_ranks(config))
@@ -83,7 +83,7 @@ def _run(policy: ModelRanks, rows: TokenRows, num_rows: int, out: TextIO, progre
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != num_rows:
         raise DataError(
-            f"the input had {counted(num_rows, 'row')} when it was checked and {done} when it was scored",
+            f"the input had {pluralize(num_rows, 'row')} when it was checked and {done} when it was scored",
             code="input-changed",
             remedy="do not change the file during the run",
         )

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damage_error
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
-from backends.common.checkpoint.writing import RankWriting, refused_by_disk, write_data_file
+from backends.common.checkpoint.writing import RankWriting, translate_disk_errors, write_data_file
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.files import Shape
-from backends.common.process.agreement import listed, together
+from backends.common.process.agreement import list_names, together
 from backends.common.trainer.host_memory import HostCopies
 from backends.fsdp.model import FsdpModel, meta_model
 from backends.fsdp.names import TensorRows, pieces
@@ -56,15 +56,15 @@ class StoredCheckpoint:
             self.common = json.loads((directory / _COMMON).read_text(encoding="utf-8"))
             metadata = VerifyingReader(directory, self.checksums).read_metadata().state_dict_metadata
         except UNREADABLE as error:
-            raise damaged(directory, f"{type(error).__name__}: {error}") from error
+            raise damage_error(directory, f"{type(error).__name__}: {error}") from error
         if not isinstance(self.common, dict):
-            raise damaged(directory, f"{_COMMON} is not a JSON object")
+            raise damage_error(directory, f"{_COMMON} is not a JSON object")
         require_format(directory, self.common)
         tensors = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in tensors.items():
             elements, stored = math.prod(entry.size), sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if stored != elements:  # torch's reader would leave the rest of the memory unchanged
-                raise damaged(directory, f"{name}: {stored} of {elements} elements are stored")
+                raise damage_error(directory, f"{name}: {stored} of {elements} elements are stored")
         self.shapes: dict[str, Shape] = {name: tuple(entry.size) for name, entry in tensors.items()}
         self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
 
@@ -78,7 +78,7 @@ class StoredCheckpoint:
         differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
         if differing:
             raise CheckpointError(
-                f"belongs to another model; names or shapes differ: {listed(differing)}",
+                f"belongs to another model; names or shapes differ: {list_names(differing)}",
                 code="checkpoint-of-another-model",
                 who=str(self._directory),
                 remedy="use the model.path that wrote it",
@@ -94,7 +94,7 @@ class StoredCheckpoint:
         try:
             load_state(state, storage_reader=reader, no_dist=alone)
         except (CheckpointException, *UNREADABLE) as error:
-            raise damaged(self._directory, brief(cause_of(error))) from error
+            raise damage_error(self._directory, brief(cause_of(error))) from error
 
 
 class FsdpCheckpointWriter(RankWriting):
@@ -142,7 +142,7 @@ class FsdpCheckpointWriter(RankWriting):
         if not self._entries:
             return
         name = f"__{dist.get_rank()}_0.distcp"
-        with refused_by_disk(self._directory / name):
+        with translate_disk_errors(self._directory / name):
             self._pieces[name], self._results = write_data_file(self._directory / name, name, self._entries)
         self._entries = []
 
@@ -153,7 +153,7 @@ class FsdpCheckpointWriter(RankWriting):
     def _write_plain_files(self, results: list[list[WriteResult]] | None) -> None:
         if results is None or self._metadata is None:
             return
-        with refused_by_disk(self._directory):
+        with translate_disk_errors(self._directory):
             FileSystemWriter(self._directory).finish(self._metadata, results)
             with (self._directory / _COMMON).open("w", encoding="utf-8") as file:
                 json.dump(self._common, file, sort_keys=True)

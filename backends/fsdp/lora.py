@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.common.trainer.lora import merged
+from backends.common.trainer.lora import merge_lora
 from backends.common.trainer.state import ADDED, is_added
 from backends.fsdp.names import TensorRows, pieces, stored_shapes
-from backends.fsdp.parallel import joined, shard_of
+from backends.fsdp.parallel import gather_tensor, shard_of
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.weights.adapter import factor_names, is_target
@@ -63,11 +63,11 @@ class FsdpLora(nn.Module):
         """Return this rank's rows of the weight plus its product, rounded once. Collective over the world."""
         a, b = (shard_of(each).to(rows.device) for each in (self.a, self.b))
         if rows.ndim == 2:
-            a = joined(a, self.a.shape, a.dtype, rows.device)
+            a = gather_tensor(a, self.a.shape, a.dtype, rows.device)
         result = torch.empty_like(rows)
         for parts in zip(*(pieces(self._weight, each) for each in (result, rows, a, b)), strict=True):
             to, weight, of_a, of_b = (part.view for part in parts)
-            to.copy_(merged(weight, of_a, of_b, of_b.new_ones(len(of_b), 1), self._settings.scale))
+            to.copy_(merge_lora(weight, of_a, of_b, of_b.new_ones(len(of_b), 1), self._settings.scale))
         return result
 
 

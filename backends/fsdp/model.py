@@ -26,7 +26,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import transformers_config
 from slime_like.models.weight_files import keeps_type
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 _PREFIX, _SCORE = "hugging_face.", VALUE_HEAD.partition(".")[0]
 _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
@@ -332,7 +332,7 @@ def _require_nothing_else(hugging_face: nn.Module) -> None:
     others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
     if others:
         raise ConfigError(
-            f"model.path: its checkpoint has {counted(len(others), 'tensor')} ({others[0]}, ...) besides parameters "
+            f"model.path: its checkpoint has {pluralize(len(others), 'tensor')} ({others[0]}, ...) besides parameters "
             "and routers' biases, which trainer.backend=fsdp does not keep; use another model"
         )
 

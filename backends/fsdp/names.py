@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from backends.common.hugging_face.files import Shape
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import list_names
 from slime_like.errors import ConfigError
 
 _STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
@@ -75,7 +75,7 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
     if different:
         raise ConfigError(
             f"model.path={path}: checkpoints of {type(hugging_face).__name__} are arranged differently from its "
-            f"modules ({listed(different)}), which trainer.backend=fsdp does not support; use another model"
+            f"modules ({list_names(different)}), which trainer.backend=fsdp does not support; use another model"
         )
     return names
 

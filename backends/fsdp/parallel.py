@@ -65,7 +65,7 @@ def shard_of(parameter: Tensor) -> Tensor:
     return parameter.to_local()
 
 
-def joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def gather_tensor(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Gather the tensor of ``shape`` from each rank's rows."""
     size, shard = dist.get_world_size(), shard.to(device, dtype)
     if size == 1:

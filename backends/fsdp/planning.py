@@ -50,7 +50,7 @@ class ShardedShapes:
         module: Any = torch
         module.meta = torch.cpu  # FSDP finds a device's streams in torch's module of its name; the CPU's do nothing
         try:
-            with self._trace, self._trace.head_labelled(), self._trace.resizes_followed():
+            with self._trace, self._trace.head_labelled(), self._trace.follow_resizes():
                 yield
         finally:
             del module.meta

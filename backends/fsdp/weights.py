@@ -13,7 +13,7 @@ from backends.common.process.agreement import together
 from backends.common.trainer.lora import Initial
 from backends.fsdp.model import FsdpModel
 from backends.fsdp.names import TensorRows
-from backends.fsdp.parallel import joined, rows_of_rank, shard_of
+from backends.fsdp.parallel import gather_tensor, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.interfaces.weights import MODEL, dtype_name
@@ -110,7 +110,7 @@ def export_buckets(
         if nbytes and nbytes + size > bucket_bytes:
             yield WeightBucket(bucket)
             bucket, nbytes = [], 0
-        whole = tensor.clone() if kept else joined(rows(name), tensor.shape, dtype, device)
+        whole = tensor.clone() if kept else gather_tensor(rows(name), tensor.shape, dtype, device)
         nbytes += size
         if dist.get_rank() == 0:
             bucket += [(piece.name, piece.view) for piece in cut(name, whole)]

@@ -9,7 +9,7 @@ import torch
 
 
 @contextlib.contextmanager
-def deferred_compile() -> Iterator[None]:
+def defer_compile() -> Iterator[None]:
     """Inside, compile functions decorated with ``torch.compile`` on their first call.
 
     Megatron-core decorates functions on import, and ``torch.compile`` loads the compiler immediately. This takes 2 of
@@ -35,5 +35,5 @@ def deferred_compile() -> Iterator[None]:
         torch.compile = compile_now
 
 
-with deferred_compile():
+with defer_compile():
     import megatron.core  # noqa: F401

@@ -15,9 +15,9 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
+from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damage_error, not_whole
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
-from backends.common.process.agreement import listed, together
+from backends.common.process.agreement import list_names, together
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.state import is_added
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
@@ -79,7 +79,7 @@ def load_checkpoint(
     loaded, unread, absent = _read(directory, state, checksums)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
-        problem = f"was written with another model or optimizer; only one of the two has {listed(differing[:3])}"
+        problem = f"was written with another model or optimizer; only one of the two has {list_names(differing[:3])}"
         raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
     _fill_weights(directory, model_chunks, loaded)
     if not optimizer.is_distributed:  # the distributed optimizer's state was read in place
@@ -110,7 +110,9 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
-        raise _of_another_model(directory, f"belongs to another model; tensors of only one side: {listed(differing)}")
+        raise _of_another_model(
+            directory, f"belongs to another model; tensors of only one side: {list_names(differing)}"
+        )
     _fill_weights(directory, model_chunks, loaded)
 
 
@@ -151,7 +153,7 @@ def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple
         cause = cause_of(error)
         # Differing shapes and names raise plain errors of these types.
         if not isinstance(cause, CheckpointingException | KeyError | ValueError):
-            raise damaged(directory, brief(cause)) from error
+            raise damage_error(directory, brief(cause)) from error
         raise _of_another_model(directory, f"does not fit this model ({brief(cause)})") from error
     # Ignore additional state that Transformer Engine's modules may have written: it holds no weights.
     return loaded, {key for key in unread if _EXTRA_STATE not in key}, absent
@@ -168,7 +170,7 @@ def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Che
         except CheckpointingException as error:
             raise not_whole(directory, brief(error)) from error
         except UNREADABLE as error:
-            raise damaged(directory, brief(error)) from error
+            raise damage_error(directory, brief(error)) from error
         require_format(directory, common)
         return checksums, common
 

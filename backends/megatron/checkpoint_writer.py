@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
 from backends.common.checkpoint.integrity import ByteRange
-from backends.common.checkpoint.writing import RankWriting, refused_by_disk, save_to_stream, write_data_file
+from backends.common.checkpoint.writing import RankWriting, save_to_stream, translate_disk_errors, write_data_file
 from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.versions import ASYNC_OPTIONS, PlainValues, saving_in_process
 
@@ -38,7 +38,7 @@ class CheckpointWriter(RankWriting):
     ) -> None:
         super().__init__(directory, device)
         self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
-        with saving_in_process(_save_common), refused_by_disk(directory, CheckpointingException):
+        with saving_in_process(_save_common), translate_disk_errors(directory, CheckpointingException):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True, **ASYNC_OPTIONS
             )
@@ -49,7 +49,7 @@ class CheckpointWriter(RankWriting):
         self._pieces = self._strategy.write()
 
     def _write_index(self) -> None:
-        with refused_by_disk(self._directory, CheckpointingException):
+        with translate_disk_errors(self._directory, CheckpointingException):
             for finalize in self._request.finalize_fns:
                 finalize()
 
@@ -90,7 +90,7 @@ class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
         written: dict[str, list[ByteRange]] = {}
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets or []):
-            with refused_by_disk(Path(path)):
+            with translate_disk_errors(Path(path)):
                 pieces, results[index] = write_data_file(Path(path), key, [*objects, *tensors])
                 written.setdefault(key, []).extend(pieces)
         if results:

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.distributed import distributed_c10d
 
 from backends.megatron.cpu_devices import device_patches
-from backends.megatron.versions import Patch, applied
+from backends.megatron.versions import Patch, apply_patches
 from slime_like.errors import TrainerError
 
 
@@ -33,7 +33,7 @@ def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
     Args:
         on_meta: GPU tensors become shapes only, on every machine, even one with CUDA.
     """
-    with applied(*(_patches(on_meta) if on_meta or not torch.cuda.is_available() else ())):
+    with apply_patches(*(_patches(on_meta) if on_meta or not torch.cuda.is_available() else ())):
         yield
 
 

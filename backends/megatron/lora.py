@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from torch import Tensor, nn
 
 from backends.common.step.grouped_product import grouped_linear
-from backends.common.trainer.lora import block_diagonal, merged
+from backends.common.trainer.lora import block_diagonal, merge_lora
 from backends.common.trainer.state import ADDED, is_added
 from backends.megatron.conversion.placement import LORA_WEIGHTS, PlacedParameter, place_parameters
 from backends.megatron.experts import GroupedLinear
@@ -89,7 +89,7 @@ class LoraWeights(torch.nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the weight's shard plus the product of the factors' shards."""
-        return merged(weight, self.a.detach(), self.b.detach(), self.owner, self.scale)
+        return merge_lora(weight, self.a.detach(), self.b.detach(), self.owner, self.scale)
 
     def dropped(self, x: Tensor) -> Tensor:
         """Apply dropout in training. Tensor-parallel ranks with the same inputs drop the same ones."""

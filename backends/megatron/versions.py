@@ -67,7 +67,7 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def applied(*patches: Patch) -> Iterator[None]:
+def apply_patches(*patches: Patch) -> Iterator[None]:
     """Apply the patches inside the block.
 
     Raises:
@@ -144,7 +144,7 @@ def loading_together(reader: Callable[[Path], StorageReader]) -> Iterator[None]:
     patches = [Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: reader(path))]
     if IS_NEW:
         patches.append(Patch(torch_strategy, "checkpoint", SimpleNamespace(load=_load)))
-    with applied(*patches):
+    with apply_patches(*patches):
         yield
 
 
@@ -163,7 +163,7 @@ def saving_in_process(save_common: SaveCommon) -> Iterator[None]:
     if not IS_NEW:
         strategy = _common_strategy(save_common)
         patches.append(Patch(serialization, "get_default_save_common_strategy", lambda: strategy))
-    with applied(*patches):
+    with apply_patches(*patches):
         yield
 
 

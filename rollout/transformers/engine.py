@@ -28,7 +28,7 @@ from slime_like.models.tower import language_names, loading_options
 from slime_like.system.onednn import use_onednn
 from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
-from slime_like.weights.quantization import dequantized
+from slime_like.weights.quantization import dequantize_bucket
 from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             return weights.destination(self._own_names.get(name, name), self._destinations)
 
         if self._quantized:
-            for name, tensor in dequantized(self.receiver.copies(bucket, _device())):
+            for name, tensor in dequantize_bucket(self.receiver.copies(bucket, _device())):
                 destination(name).copy_(tensor)
         else:
             self.receiver.load(bucket, destination)

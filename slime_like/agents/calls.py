@@ -145,7 +145,7 @@ def pair_results(messages: Iterable[Message]) -> tuple[Message, ...]:
     return tuple(paired)
 
 
-def shown_tool(given: Mapping[str, Any], of_text: bool) -> Tool:
+def describe_tool(given: Mapping[str, Any], of_text: bool) -> Tool:
     """Describe a function, or a custom tool as a function of one text. A grammar is shown, but not enforced."""
     if of_text:
         form, said = given.get("format") or _PLAIN, str(given.get("description") or "")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, Content, pair_results, parse, shown_tool, text_of, wishes
+from slime_like.agents.calls import Call, CallRejected, Content, describe_tool, pair_results, parse, text_of, wishes
 from slime_like.agents.messages import TEXT, Message, ToolCall
 from slime_like.agents.turns import Turn
 from slime_like.config.sections import TEMPLATE_INPUTS
@@ -77,7 +77,7 @@ def read_call(body: Any) -> Call:
     tools = [] if request.tool_choice == "none" else request.tools or []
     return Call(
         messages=pair_results(message.canonical() for message in request.messages),
-        tools=tuple(shown_tool(tool.function.model_dump(), tool.type == "custom") for tool in tools),
+        tools=tuple(describe_tool(tool.function.model_dump(), tool.type == "custom") for tool in tools),
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=bool((request.stream_options or {}).get("include_usage")),

@@ -12,9 +12,9 @@ from slime_like.models.tokenization import (
     CUT,
     TemplateFault,
     cut_special,
-    decoded,
-    encoded,
-    rendered,
+    decode_exactly,
+    encode_pieces,
+    render_messages,
     special_token_pattern,
     with_template_variables,
     without_stop,
@@ -52,7 +52,7 @@ class ChatFormat:
         self._text_arguments = text_arguments
         self._max_tokens = sys.maxsize
         self._special = special_token_pattern(tokenizer)
-        self._decode = partial(decoded, tokenizer)
+        self._decode = partial(decode_exactly, tokenizer)
 
     def with_variables(self, variables: Mapping[str, Any]) -> "ChatFormat":
         other = copy(self)
@@ -70,7 +70,7 @@ class ChatFormat:
         special = self._special
         given = ((m, m.for_template(self._text_arguments)) for m in messages)
         shown = [one if m.is_sampled else cut_special(one, special) for m, one in given]
-        return Rendering(rendered(self._tokenizer, shown, cut_special(tools, special), next_turn).split(CUT))
+        return Rendering(render_messages(self._tokenizer, shown, cut_special(tools, special), next_turn).split(CUT))
 
     @cached_property
     def renders_tools(self) -> bool:
@@ -84,7 +84,7 @@ class ChatFormat:
 
     def encode(self, rendering: Rendering) -> list[int]:
         """Encode the text. Sampled turns are never encoded like this."""
-        return encoded(self._tokenizer, rendering.pieces, self._max_tokens)
+        return encode_pieces(self._tokenizer, rendering.pieces, self._max_tokens)
 
     def extend(self, tokens: Sequence[int], text: str, rendering: Rendering) -> list[int] | None:
         """Return ``tokens`` extended with the ids of the text that follows ``text`` in the rendering.

@@ -19,7 +19,7 @@ from slime_like.agents.messages import Message, Tool, ToolCall, python_calls, ty
 from slime_like.agents.rendering import ChatFormat
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
-from slime_like.models.tokenization import TemplateFault, rendered, special_token_pattern, without_stop
+from slime_like.models.tokenization import TemplateFault, render_messages, special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
@@ -253,8 +253,8 @@ def _probes(tokenizer: Any) -> Iterator[tuple[str, str, str, bool]]:
         call = ToolCall(**probe["call"])
         said = Message("assistant", "", (call,)).for_template(as_text)
         try:
-            prompt = rendered(tokenizer, [asked], [probe["tool"]], prompt=True)
-            whole = rendered(tokenizer, [asked, said], [probe["tool"]])
+            prompt = render_messages(tokenizer, [asked], [probe["tool"]], prompt=True)
+            whole = render_messages(tokenizer, [asked, said], [probe["tool"]])
         except TemplateFault:
             continue
         same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))

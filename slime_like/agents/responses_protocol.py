@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from slime_like.agents.calls import Call, Content, Text, pair_results, parse, server_sent, shown_tool, text_of, wishes
+from slime_like.agents.calls import (
+    Call,
+    Content,
+    Text,
+    describe_tool,
+    pair_results,
+    parse,
+    server_sent,
+    text_of,
+    wishes,
+)
 from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.openai_protocol import ChatMessage, arguments, error_body
 from slime_like.agents.turns import Turn
@@ -90,7 +100,7 @@ def read_call(body: Any) -> Call:
 
 def _shown(tool: dict[str, Any]) -> Tool:
     function, is_text = parse(_Function, tool).model_dump(), tool["type"] == "custom"
-    return shown_tool(tool if is_text else function, is_text)
+    return describe_tool(tool if is_text else function, is_text)
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:

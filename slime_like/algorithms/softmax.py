@@ -114,7 +114,7 @@ def forbid_outside(x: Tensor, supports: Tensor, start: int) -> Tensor:
     return x.masked_fill_(~(allowed[:, :-1] | is_whole), float("-inf"))
 
 
-def padded(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
+def pad_supports(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
     """Return the supports of ``tokens``, (n, K) int32 padded with -1, where K is the size of the largest.
 
     Args:

@@ -9,7 +9,7 @@ from slime_like.checks import engines, layout, lengths, model_directories, names
 from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.config.base import CONFLICT, known
+from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
 from slime_like.interfaces.engine_limits import EngineLimits, engine_limits
@@ -102,7 +102,7 @@ CHECKS: Sequence[Check] = (
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Return every problem. ``needs`` defaults to the needs of training."""
     needs = training_needs(config) if needs is None else needs
-    dimensions = next(known(lambda: find_dimensions(config.model.path, "model.path")[:1]), None)
+    dimensions = next(until_invalid(lambda: find_dimensions(config.model.path, "model.path")[:1]), None)
     return _run(needs, config, dimensions)
 
 
@@ -129,7 +129,9 @@ def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) ->
     problems = []
     for one in CHECKS:
         if one.needs <= needs:
-            sized = () if dimensions is None else known(one.sized, config, dimensions)
-            texts = dict.fromkeys((*known(one.run, config), *sized))  # several teachers may have the same problem
+            sized = () if dimensions is None else until_invalid(one.sized, config, dimensions)
+            texts = dict.fromkeys(
+                (*until_invalid(one.run, config), *sized)
+            )  # several teachers may have the same problem
             problems += [Problem(one.code, text, field_of(text)) for text in texts]
     return problems

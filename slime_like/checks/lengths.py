@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 _BUDGET = "trainer.target_tokens_per_batch"
 
@@ -22,7 +22,7 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
         else:
             remedy = f"set {REPLICAS}={AUTO} or {ENGINES}={AUTO}"
         if (fewer := needed.nodes(cluster.gpus_per_node)) < cluster.nodes:
-            remedy += f", use {counted(fewer, 'node')}"
+            remedy += f", use {pluralize(fewer, 'node')}"
         size = f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}"
         idle = f"{gpus - needed.total} of {gpus} GPUs are idle, because the run uses {needed}"
         yield f"{size}: {idle}; {remedy}, or set cluster.allow_idle_gpus=true"

@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Part
-from slime_like.config.reading.parts import documented
+from slime_like.config.reading.parts import read_part
 from slime_like.config.rollout import AGENT, ENVIRONMENT, NODE, RewardConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
@@ -30,7 +30,7 @@ from slime_like.sandbox.observations import PLACE
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 from slime_like.sandbox.single_items import AgentPool, environment_start_problems
-from slime_like.system.network import interface_of, is_loopback, shown_url
+from slime_like.system.network import interface_of, is_loopback, redact_url
 
 _PREFIX = "rollout.agent"
 _PLACE = re.compile(r"\{([a-z_]+)\}")
@@ -73,7 +73,7 @@ def option_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _part_problems(field: str, part: Part, known: Mapping[str, str]) -> Iterator[str]:
     yield from _unknown_or_not_importable(field, part.name, [*known])
     if part.name in known:
-        problems = documented(part.name, known[part.name]).option_problems(part.options)
+        problems = read_part(part.name, known[part.name]).option_problems(part.options)
         yield from (f"{field}.{problem}" for problem in problems)
 
 
@@ -98,7 +98,7 @@ def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options without credentials, which may be in headers and in a URL's user and query."""
     hidden: dict[str, Any] = {name: "..." for name in options if name == "headers"}
     if isinstance(url := options.get("url"), str):
-        hidden["url"] = shown_url(url)
+        hidden["url"] = redact_url(url)
     return {**options, **hidden}
 
 

@@ -73,14 +73,14 @@ class Command:
         for name, text in self.paths.items() if paths else ():
             shown, nargs = name.strip("[]"), "?" if name.startswith("[") else None
             key = shown.partition(".")[0].lower()  # config of [CONFIG.yaml], hf_dir of HF_DIR
-            parser.add_argument(key, nargs=nargs, type=given_path, metavar=shown, help=text)
+            parser.add_argument(key, nargs=nargs, type=parse_path, metavar=shown, help=text)
         if options:
             for name, settings in self.options:
                 parser.add_argument(name, **settings)
         return parser
 
 
-def given_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Parse a path argument. Text that cannot name a file is rejected."""
     try:
         require_path(text)

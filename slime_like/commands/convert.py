@@ -18,9 +18,9 @@ from slime_like.commands.command import (
     Command,
     at_least_one,
     find_weights,
-    given_path,
     has_flag,
     option,
+    parse_path,
     temporary_run_dir,
 )
 from slime_like.config import LoggingConfig, ModelConfig, RunConfig, TrainerConfig
@@ -28,7 +28,7 @@ from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION as CONVERTED
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 if TYPE_CHECKING:
     from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
@@ -82,11 +82,11 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    from slime_like.conversion.convert import compare_sources, reported
+    from slime_like.conversion.convert import compare_sources, progress_reporter
 
     config = load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
     a, b = (_open(config.model, config.trainer, path, flags) for path in (options.a, options.b))
-    with reported(config.logging, "MiB compared") as report:
+    with progress_reporter(config.logging, "MiB compared") as report:
         differences = compare_sources(a, b, options.workers, report)
     shown = differences if options.all else differences[:_SHOWN]
     for difference in shown:
@@ -94,9 +94,9 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if len(shown) < len(differences):
         print(f"... and {len(differences) - len(shown)} more; --all lists them")
     if differences:
-        print(f"different: {len(differences)} of {counted(len(a.tensors.keys() | b.tensors.keys()), 'tensor')}")
+        print(f"different: {len(differences)} of {pluralize(len(a.tensors.keys() | b.tensors.keys()), 'tensor')}")
         return _DIFFERS
-    print(f"the same: {counted(len(a.tensors), 'tensor')}, bit for bit")
+    print(f"the same: {pluralize(len(a.tensors), 'tensor')}, bit for bit")
     return 0
 
 
@@ -116,7 +116,7 @@ def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     _require_output(options.file, options.out, options.force)
     from slime_like.conversion.convert import gguf_to_hugging_face
 
-    print(f"converted: {counted(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
+    print(f"converted: {pluralize(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
     print(f"output: {options.out}")
     return 0
 
@@ -152,15 +152,15 @@ def _converted(
     logging: LoggingConfig,
     options: argparse.Namespace,
 ) -> int:
-    from slime_like.conversion.convert import reported
+    from slime_like.conversion.convert import progress_reporter
     from slime_like.interfaces.conversion import ConversionOptions
 
     merge = getattr(options, "merge", False)
     given = ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
-    with reported(logging, "MiB converted") as report:
+    with progress_reporter(logging, "MiB converted") as report:
         summary = convert(given, report)
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
-    tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
+    tensors, files = pluralize(summary.tensors, "tensor"), pluralize(summary.files, "file")
     print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
     print(f"output: {options.out}")
     return 0
@@ -221,8 +221,8 @@ COMMANDS = (
         "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantized weights are\n"
         "dequantized, with the precision that quantization left.",
         (
-            option("file", type=given_path, metavar="FILE", help="of an architecture that transformers reads"),
-            option("out", type=given_path, metavar="OUT", help="directory to write"),
+            option("file", type=parse_path, metavar="FILE", help="of an architecture that transformers reads"),
+            option("out", type=parse_path, metavar="OUT", help="directory to write"),
             option("--dtype", choices=_DTYPES, default="bfloat16", help="type to write (%(default)s)"),
             _FORCE,
         ),

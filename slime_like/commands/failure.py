@@ -23,7 +23,7 @@ class UnforeseenError(SlimeLikeError):
 
 
 @contextlib.contextmanager
-def traceback_kept(run_dir: Path | None) -> Iterator[None]:
+def keep_traceback(run_dir: Path | None) -> Iterator[None]:
     """Turn exceptions that aren't ours into an ``UnforeseenError``. Write tracebacks of bugs and user code to a file.
 
     The file is in ``run_dir``, if that exists by then, else in the directory for temporary files. The error names it.

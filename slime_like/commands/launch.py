@@ -14,7 +14,7 @@ from slime_like.errors import ConfigError, Problem
 from slime_like.launch.commands import DEFAULT_PORT, LaunchOptions
 from slime_like.system.gpus import local_gpus
 from slime_like.system.network import expand_node_list
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
@@ -117,13 +117,13 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     parallel, devices = config.trainer.parallel, config.cluster.gpus_per_node
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
     yield f"this one: node {options.node_rank}" + (", which leads" if options.node_rank == 0 else "")
-    pieces, engines = pieces_of(config), counted(config.rollout.num_engines, "engine")
+    pieces, engines = pieces_of(config), pluralize(config.rollout.num_engines, "engine")
     needed = sum(pieces.bundles)
     idle = options.nodes * devices - needed
     amiss = " (TOO FEW)" if idle < 0 else f" ({idle} IDLE)" if idle else ""
     fits = idle >= 0 and max(pieces.ranks) <= devices
     stays = " (each stays on one node)" if fits else ""
-    ranks = f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}{stays}"
+    ranks = f"{pluralize(parallel.world_size, 'trainer rank')} in {pluralize(len(pieces.ranks), 'group')}{stays}"
     layout = f"trainer.parallel.data {parallel.data}, {engines}, placement {config.cluster.placement}"
     yield f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; {ranks}, {layout}"
     if options.nodes > 1:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from slime_like.commands.failure import traceback_kept
+from slime_like.commands.failure import keep_traceback
 from slime_like.errors import INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
 from slime_like.system.interrupts import InterruptHandler
 
@@ -17,7 +17,7 @@ from slime_like.system.interrupts import InterruptHandler
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code. Errors are printed to standard error, one sentence each."""
     try:
-        with traceback_kept(None):
+        with keep_traceback(None):
             code = _imported()(sys.argv[1:] if argv is None else argv)
             sys.stdout.flush()
             return code

@@ -5,12 +5,12 @@ import json
 import shlex
 from pathlib import Path
 
-from slime_like.commands.command import Command, at_least_one, given_path, option
+from slime_like.commands.command import Command, at_least_one, option, parse_path
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import FAMILIES
 from slime_like.system.disk import whole_file
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 _NUMBER = r"[{name: reasoning_gym, options: {pattern: '-?\d+'}}]"
 
@@ -61,7 +61,7 @@ TINY_MODEL = Command(
     "data.max_prompt_tokens below its default, e.g. to 48. The last line printed is a command that trains\n"
     "on the sums.",
     (
-        option("out", type=given_path, metavar="OUT", help="directory to write"),
+        option("out", type=parse_path, metavar="OUT", help="directory to write"),
         option("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)"),
         option("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)"),
         option("--force", action="store_true", help="write into OUT even if it contains files"),
@@ -90,7 +90,7 @@ def _make_tasks(given: argparse.Namespace, _: list[str]) -> int:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
-    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
+    print(f"{out}: {pluralize(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
     if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
         print(f"different prompts: {different} of {given.count}")
     if given.plain:
@@ -115,10 +115,10 @@ TASKS = Command(
     "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.",
     (
         option("task", metavar="TASK", help="name of a task of reasoning-gym, e.g. chain_sum"),
-        option("out", type=given_path, metavar="OUT.jsonl", help="file to write"),
+        option("out", type=parse_path, metavar="OUT.jsonl", help="file to write"),
         option("--count", type=at_least_one, default=1000, help="rows (default: %(default)s)"),
         option("--seed", type=int, default=0, help="seed of the generator (default: %(default)s)"),
-        option("--exclude", type=given_path, metavar="FILE.jsonl", help="leave out the questions in this file"),
+        option("--exclude", type=parse_path, metavar="FILE.jsonl", help="leave out the questions in this file"),
         option("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3"),
         option("--plain", action="store_true", help="without the system prompt that asks for <answer> tags"),
     ),

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.run_files import directory_problem
-from slime_like.commands.command import Command, at_least_one, given_path, option, temporary_run_dir
+from slime_like.commands.command import Command, at_least_one, option, parse_path, temporary_run_dir
 from slime_like.config import DataConfig, RolloutConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 _DOES_NOT_FIT, _FOUND = 1, 1
 _LEAST_STEPS = 2
@@ -102,7 +102,7 @@ PLAN = Command(
     "step, and all problems that would stop the run at its start. --output adds every kind of rank and its\n"
     "messages. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
     (
-        option("--output", type=given_path, metavar="FILE", help="also write the plan (--search: layouts) as JSON"),
+        option("--output", type=parse_path, metavar="FILE", help="also write the plan (--search: layouts) as JSON"),
         option("--search", action="store_true", help="list layouts that fit these GPUs, fastest first"),
         option("--top", type=at_least_one, default=5, metavar="N", help="layouts to list (default: %(default)s)"),
         option("--preflight", action="store_true", help="check files, disk and port of this machine of the cluster"),
@@ -129,7 +129,7 @@ def _rehearse(options: argparse.Namespace, flags: list[str]) -> int:
         for is_sound, stage, text in rehearse(config, directory, options.small_steps):
             found += not is_sound
             print(f"{'ok' if is_sound else 'FOUND':5}  {stage:11}  {text}", flush=True)
-        print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
+        print(f"rehearsal: {pluralize(found, 'fault')} found" if found else "rehearsal: nothing found")
     finally:
         if found:
             print(f"rehearsal: recipe and logs are in {directory}")
@@ -158,7 +158,7 @@ REHEARSE = Command(
     "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
     "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage found a fault.",
     (
-        option("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run to keep"),
+        option("--directory", type=parse_path, metavar="DIR", help="new directory for model, recipe and run to keep"),
         option("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)"),
     ),
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",

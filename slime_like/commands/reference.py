@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_like.config.reading.fields import Field, sections
-from slime_like.config.reading.parts import PartDocs, documented
+from slime_like.config.reading.parts import PartDocs, read_part
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
 from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
@@ -117,7 +117,7 @@ def named_parts() -> dict[str, tuple[PartDocs, ...]]:
         "sync.transport": _TRANSPORTS,
     }
     found = {
-        setting: tuple(documented(name, place) for name, place in named.items()) for setting, named in places.items()
+        setting: tuple(read_part(name, place) for name, place in named.items()) for setting, named in places.items()
     }
     found["reward.functions"] += (
         PartDocs(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.commands.command import Command, at_least_one, given_path, option
-from slime_like.system.words import counted
+from slime_like.commands.command import Command, at_least_one, option, parse_path
+from slime_like.system.words import pluralize
 
 if TYPE_CHECKING:
     from slime_like.verification.gap.explain import Finding
@@ -35,13 +35,13 @@ def _audit(run_dir: Path) -> int:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
     lost = f"{dropped} dropped" + (f" ({reasons})" if reasons else "")
     sums = f"{audit.trained} trained + {lost} + {len(audit.in_flight)} in flight"
-    print(f"audit: {counted(audit.issued, 'group')} issued = {sums}")
+    print(f"audit: {pluralize(audit.issued, 'group')} issued = {sums}")
     if audit.failed:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(audit.failed.items()))
-        print(f"audit: {counted(sum(audit.failed.values()), 'rollout')} failed ({outcomes})")
+        print(f"audit: {pluralize(sum(audit.failed.values()), 'rollout')} failed ({outcomes})")
     for problem in audit.problems:
         print(f"audit: {problem}")
-    print(f"audit: {counted(len(audit.problems), 'problem')}" if audit.problems else "audit: holds")
+    print(f"audit: {pluralize(len(audit.problems), 'problem')}" if audit.problems else "audit: holds")
     return 1 if audit.problems else 0
 
 
@@ -51,7 +51,7 @@ REPORT = Command(
     _report,
     "Print a run's metrics, and write its curves, phase times and debug tables as one HTML page.",
     (
-        option("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run, which may still be running"),
+        option("run_dir", type=parse_path, metavar="RUN_DIR", help="directory of the run, which may still be running"),
         option("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)"),
         option("--audit", action="store_true", help="only check the ledger: issued = trained + dropped + in flight"),
     ),

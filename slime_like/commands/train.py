@@ -9,18 +9,18 @@ from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import (
     Command,
     find_weights,
-    given_path,
     has_flag,
     option,
     output_problem,
+    parse_path,
     temporary_run_dir,
 )
-from slime_like.commands.failure import traceback_kept
+from slime_like.commands.failure import keep_traceback
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
-from slime_like.system.processes import permanent_allocations
-from slime_like.system.words import counted
+from slime_like.system.processes import exempt_from_gc
+from slime_like.system.words import pluralize
 
 _USAGE = "[--section.field VALUE ...]"
 _FLAGS = (
@@ -35,10 +35,10 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 
     config = load_config(arguments.config, flags, more=check)
     require_valid(config)
-    with permanent_allocations():
+    with exempt_from_gc():
         from slime_like.train import train  # imports torch and Ray, so only after the checks
 
-    with traceback_kept(config.run_dir):
+    with keep_traceback(config.run_dir):
         summary = train(config)
     if summary.accuracy_after is not None:
         until = summary.measured_otherwise_until
@@ -76,11 +76,11 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
 
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         print(f"slime-like: {warning}", file=sys.stderr)
-    with traceback_kept(config.run_dir):
+    with keep_traceback(config.run_dir):
         result = evaluate(config, temporary=config.run_dir == temporary, keep_all=arguments.output is not None)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
         passes = "".join(f", {key} {value:.3f}" for key, value in part.items() if key.startswith("pass@"))
-        responses, truncated = counted(int(part["num_responses"]), "response"), part["truncated_fraction"]
+        responses, truncated = pluralize(int(part["num_responses"]), "response"), part["truncated_fraction"]
         print(f"{name} accuracy: {part['accuracy']:.3f}{passes} over {responses}")
         print(f"{name} response length: {part['response_length_mean']:.1f} tokens, {truncated:.1%} truncated")
     if arguments.output is not None:
@@ -108,7 +108,7 @@ def _score(files: argparse.Namespace, flags: list[str]) -> int:
     temporary = not has_flag(flags, "run_dir")
     summary = score(config, files.input, files.output, weights, temporary)
     speed = summary.tokens / summary.wall_s
-    print(f"scored: {counted(summary.rows, 'sequence')}, {counted(summary.tokens, 'token')}, {speed:.0f} tokens/s")
+    print(f"scored: {pluralize(summary.rows, 'sequence')}, {pluralize(summary.tokens, 'token')}, {speed:.0f} tokens/s")
     print(f"mean logprob: {summary.mean_logprob:.4f}")
     print(f"output: {files.output}")
     return 0
@@ -128,7 +128,7 @@ EVALUATE = Command(
     "measure the held-out accuracy of model.path, with the adapter model.lora.path if given",
     _evaluate,
     f"Measure the held-out accuracy of model.path. Fields that only training uses are ignored.{_FLAGS}",
-    (option("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each"),),
+    (option("--output", type=parse_path, metavar="FILE", help="write all responses as JSONL, one row each"),),
     usage=f"[--output FILE] {_USAGE}",
     paths=_FILE,
     epilog=fields_help,

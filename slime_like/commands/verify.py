@@ -17,7 +17,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import FAILED, ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.verification.layouts import (
     DEFAULT_LAYOUTS,
     ONE_RANK,
@@ -51,7 +51,7 @@ def _verify_layouts(options: argparse.Namespace, flags: list[str]) -> int:
         temporary = not has_flag(flags, "run_dir")
         batch = _batch(options.batch, model)
         required = options.layouts is not None
-        steps = f"{counted(len(batch), 'sequence')}, {counted(config.steps, 'optimizer step')}"
+        steps = f"{pluralize(len(batch), 'sequence')}, {pluralize(config.steps, 'optimizer step')}"
         rows: list[LayoutResult] = []
         try:
             rows += verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
@@ -154,7 +154,7 @@ def _try_all(config: RunConfig) -> int:
             terminal.flush()
         gc.collect()  # collected engines print messages
     failed = sum(verdict.problem is not None for verdict in verdicts)
-    print(f"{config.rollout.engine}: {len(verdicts) - failed} of {counted(len(verdicts), 'claim')} hold")
+    print(f"{config.rollout.engine}: {len(verdicts) - failed} of {pluralize(len(verdicts), 'claim')} hold")
     return FAILED if failed else 0
 
 
@@ -227,7 +227,7 @@ def _verify_objective(options: argparse.Namespace, flags: list[str]) -> int:
     if not is_whole:
         print(f"algorithm.loss={config.algorithm.loss}: compared only in parts, not as a whole objective of samples")
     wrong = sum(finding.is_wrong for finding in findings)
-    print(f"{len(findings) - wrong} of {counted(len(findings), 'comparison')} are as documented")
+    print(f"{len(findings) - wrong} of {pluralize(len(findings), 'comparison')} are as documented")
     return FAILED if wrong else 0
 
 

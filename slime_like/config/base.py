@@ -23,7 +23,7 @@ class UnknownValue(Exception):
     """A field was read that has no valid value. Its own problem is reported already."""
 
 
-def known(problems: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
+def until_invalid(problems: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
     """Yield what the function returns, until it reads a field without a valid value."""
     with suppress(UnknownValue):
         yield from problems(*arguments)
@@ -126,7 +126,7 @@ class Section(BaseModel):
         for name, value in self:
             if isinstance(value, Section):
                 yield from (f"{name}.{text}" for text in value.all_conflicts())
-        yield from known(self.conflicts)
+        yield from until_invalid(self.conflicts)
 
     if not TYPE_CHECKING:  # so that mypy still knows the fields
 

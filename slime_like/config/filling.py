@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slime_like.config.roles import CRITIC
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 AUTO = "auto"
 REPLICAS, ENGINES = "trainer.parallel.data", "rollout.num_engines"
@@ -34,7 +34,7 @@ class GpusNeeded:
         workers = ((count, role if role == CRITIC else f"{role} workers") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
         named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
-        return f"{counted(self.total, 'GPU')} ({named})"
+        return f"{pluralize(self.total, 'GPU')} ({named})"
 
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from slime_like.config import sections
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.base import Section, known
+from slime_like.config.base import Section, until_invalid
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, RewardConfig, RolloutConfig, SyncConfig
@@ -194,9 +194,9 @@ class RunConfig(Section):
         return found | ({"updates": self.total_updates} if settings.depends_on_length else {})
 
     def conflicts(self) -> Iterator[str]:
-        yield from known(self._trainer_conflicts)
+        yield from until_invalid(self._trainer_conflicts)
         if self.algorithm.needs_critic:
-            yield from known(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
+            yield from until_invalid(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:
             use = "demonstrations need none" if self.supervised else "only algorithm.advantage=gae has a critic"
             yield f"critic.{changed} is set, but {use}; remove it"
@@ -206,8 +206,8 @@ class RunConfig(Section):
                 yield f"algorithm.loss={self.algorithm.loss} has no samples to distil; set distillation.coef to 0"
             return
         yield from self.distillation.conflicts_with_sources([source.name for source in self.data.mixture])
-        yield from known(self._sampling_conflicts)
-        yield from known(self._placement_conflicts)
+        yield from until_invalid(self._sampling_conflicts)
+        yield from until_invalid(self._placement_conflicts)
         if self.rollout.stream:
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:  # a rewritten history gives several rows, on different ranks

@@ -42,7 +42,7 @@ def converter_of(model: ModelConfig, trainer: TrainerConfig) -> Converter:
 
 
 @contextlib.contextmanager
-def reported(logging: LoggingConfig, unit: str) -> Iterator[Report]:
+def progress_reporter(logging: LoggingConfig, unit: str) -> Iterator[Report]:
     """Show a progress bar, which begins with the first report, because that has the total."""
     with contextlib.ExitStack() as stack:
         bar: Progress | None = None

@@ -16,7 +16,7 @@ from typing import Any
 from slime_like.config import DataConfig
 from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
-from slime_like.system.words import boxed
+from slime_like.system.words import extract_boxed
 
 
 def in_format(row: Row, config: DataConfig) -> Row:
@@ -80,7 +80,7 @@ def _final_number(row: Row) -> Any:
 
 def _own_or_boxed(row: Row) -> Any:
     answer = row.get("answer")
-    return boxed(str(_value(row, "solution"))) if _is_blank(answer) else answer
+    return extract_boxed(str(_value(row, "solution"))) if _is_blank(answer) else answer
 
 
 _FORMATS: Mapping[str, tuple[str, Callable[[Row], Any]]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError, DataError, Problem
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _MOST_SHOWN, _MOST_LINES = 20, 8
@@ -72,7 +72,7 @@ class BadRows:
             raise kinds[0][0]
         problems = [Problem(faults[0].code, _sentence(faults)) for faults in kinds[:_MOST_SHOWN]]
         if (more := len(kinds) - len(problems)) > 0:
-            problems.append(Problem("bad-rows", f"and {counted(more, 'more kind')} of bad rows"))
+            problems.append(Problem("bad-rows", f"and {pluralize(more, 'more kind')} of bad rows"))
         if problems:
             raise ConfigError(problems)
 

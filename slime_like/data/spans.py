@@ -18,9 +18,9 @@ from slime_like.models.tokenization import (
     ASKED,
     SAID,
     TemplateFault,
-    decoded,
+    decode_exactly,
     last_turn_end,
-    rendered,
+    render_messages,
     special_token_pattern,
     text_after_turn,
 )
@@ -60,7 +60,7 @@ class ChatTemplate:
         ids = sorted(set(self._stop_token_ids)) or [self._tokenizer.eos_token_id]
         if ids == [None]:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        return {token: decoded(self._tokenizer, [token]) for token in ids}
+        return {token: decode_exactly(self._tokenizer, [token]) for token in ids}
 
     @cached_property
     def end(self) -> str:
@@ -89,7 +89,7 @@ class ChatTemplate:
             remedy = "set data.apply_chat_template: false, or give it one"
             raise SpanFault("no-chat-template", "the tokenizer has no chat template", remedy)
         try:
-            return rendered(self._tokenizer, messages, tools, prompt)
+            return render_messages(self._tokenizer, messages, tools, prompt)
         except TemplateFault as fault:
             first = "the first message" if len(messages) == 1 else f"the first {len(messages)} messages"
             what = first if messages else "an assistant's turn without a prompt"

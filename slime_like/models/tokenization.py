@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.models.config_json import read_object
-from slime_like.system.interrupts import TimeLimitExceeded, limited_time
+from slime_like.system.interrupts import TimeLimitExceeded, time_limit
 
 _SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
 _FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
@@ -80,7 +80,7 @@ class EndlessRendering(TemplateFault):
     """A rendering was interrupted."""
 
 
-def rendered(
+def render_messages(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -88,7 +88,7 @@ def rendered(
 ) -> str:
     """Render messages, with the generation prompt if ``prompt``. Raises ``TemplateFault``."""
     try:
-        with limited_time(_RENDERING_S):
+        with time_limit(_RENDERING_S):
             text: str = tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
             )
@@ -119,7 +119,7 @@ def cut_special(value: Any, special: re.Pattern[str]) -> Any:
     return [cut_special(item, special) for item in value] if isinstance(value, list | tuple) else value
 
 
-def encoded(tokenizer: Any, pieces: Iterable[str], most: int = sys.maxsize) -> list[int]:
+def encode_pieces(tokenizer: Any, pieces: Iterable[str], most: int = sys.maxsize) -> list[int]:
     """Encode the pieces of a text with cuts. A special token that was cut becomes plain text.
 
     Raises ``TooManyTokens`` if there are more than twice as many as ``most``, which also bounds time and memory: a long
@@ -183,7 +183,7 @@ def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, spelled)) or "(?!)")
 
 
-def decoded(tokenizer: Any, tokens: Iterable[int]) -> str:
+def decode_exactly(tokenizer: Any, tokens: Iterable[int]) -> str:
     """Decode tokens to exactly the text that they spell, special tokens included."""
     text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
     return text

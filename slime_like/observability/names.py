@@ -80,8 +80,8 @@ def scoring_metrics(
     return {
         f"{prefix}/time_total_ref_step (s)": total_s,
         f"{prefix}/total_rollout_time (s)": total_s,
-        **timed(prefix, "model_running", running_s, total_s),
-        **timed(prefix, "waiting_buffer", max(0.0, total_s - running_s), total_s),
+        **time_metrics(prefix, "model_running", running_s, total_s),
+        **time_metrics(prefix, "waiting_buffer", max(0.0, total_s - running_s), total_s),
         f"{prefix}/response_tokens_processed": float(response_tokens),
         f"{prefix}/total_tokens_processed": float(total_tokens),
         f"{prefix}/tokens_per_second": ratio(response_tokens, running_s),
@@ -100,17 +100,17 @@ def phase_metrics(times: PhaseTimes, busy_s: float | None = None) -> dict[str, f
         idle = max(0.0, idle + times.seconds["train"] - busy_s)
     return {
         STEP_TIME: times.step_s,
-        **timed(PERFORMANCE, "grpo_steps", times.seconds["train"], times.step_s),
-        **timed(PERFORMANCE, "weight_sync", times.seconds["sync"], times.step_s),
-        **timed(PERFORMANCE, "waiting_buffer", times.seconds["wait"], times.step_s),
-        **timed(PERFORMANCE, "idle", idle, times.step_s),
+        **time_metrics(PERFORMANCE, "grpo_steps", times.seconds["train"], times.step_s),
+        **time_metrics(PERFORMANCE, "weight_sync", times.seconds["sync"], times.step_s),
+        **time_metrics(PERFORMANCE, "waiting_buffer", times.seconds["wait"], times.step_s),
+        **time_metrics(PERFORMANCE, "idle", idle, times.step_s),
         **{phase_seconds(phase): value for phase, value in times.seconds.items()},
         phase_seconds("orchestration"): times.orchestration_s,
         "phases/orchestration (%)": 100 * ratio(times.orchestration_s, times.step_s),
     }
 
 
-def timed(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, float]:
+def time_metrics(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, float]:
     """Return a time in seconds, and as percent of ``total_s``."""
     return {f"{prefix}/time_{name} (s)": seconds, f"{prefix}/pct_time_{name} (%)": 100 * ratio(seconds, total_s)}
 
@@ -139,7 +139,7 @@ FIGURES = (
 )
 
 
-def shown_figures(values: Mapping[str, float], evaluated: str = "") -> list[tuple[str, str]]:
+def format_metrics(values: Mapping[str, float], evaluated: str = "") -> list[tuple[str, str]]:
     """Return (label, formatted value) of the metrics in ``values``, in the order of ``FIGURES``.
 
     If there are several reward functions, their means follow the weighted sum. With a reward, the loss is left out,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from slime_like.observability.names import ACCURACY, phase_shares, phases_text, shown_figures
+from slime_like.observability.names import ACCURACY, format_metrics, phase_shares, phases_text
 from slime_like.observability.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._evaluated = step
         evaluated = "" if self._evaluated in (None, step) else f" (step {self._evaluated})"
         for display in self._displays:
-            display.show(step, shown_figures(self._values, evaluated), phase_shares(self._values))
+            display.show(step, format_metrics(self._values, evaluated), phase_shares(self._values))
 
     def recall(self, step: int, values: Mapping[str, float]) -> None:
         """Restore ``values`` that an earlier start logged at ``step``. The next update shows them."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 
 def ignore_answers(left: Sequence[str] | int) -> None:
@@ -47,4 +47,4 @@ class Waiting:
         return f"{self.title}: {number}{seconds:.1f} s"
 
     def _all(self) -> str:
-        return counted(self.total, self.noun) if self.noun else f"{self.total} ready"
+        return pluralize(self.total, self.noun) if self.noun else f"{self.total} ready"

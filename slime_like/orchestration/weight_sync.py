@@ -9,14 +9,14 @@ import numpy as np
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, UpdateReceipt
-from slime_like.observability.names import PERFORMANCE, ratio, timed
+from slime_like.observability.names import PERFORMANCE, ratio, time_metrics
 from slime_like.orchestration.cluster.ray_calls import Answers
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.weights.transport import is_base_lost
 from slime_like.weights.transports.registry import join_buckets, join_rendezvous, use_delta
 
@@ -59,7 +59,7 @@ class SyncReport:
             "weights/verification (s)": self.verification_s,
             "weights/verification (%)": 100 * ratio(self.verification_s, self.total_s),
             **{f"weights/{name}": value for name, value in optional.items() if value is not None},
-            **timed(PERFORMANCE, "weight_gather", self.gather_s, step_s),
+            **time_metrics(PERFORMANCE, "weight_gather", self.gather_s, step_s),
         }
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class WeightSync:
         probe: Probe,
         policy: ModelRanks,
         engines: Engines,
-        turns: Turns,
+        turns: DeviceSwitch,
         run_name: str,
     ) -> None:
         self._verifies = config.verify
@@ -270,7 +270,7 @@ def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int)
     for what, names in (("did not arrive", missing), ("was never sent", unexpected), ("arrived changed", changed)):
         if names:
             raise WeightSyncError(
-                f"{names[0]} {what} ({counted(len(names), 'tensor')} in all), so the engine has mixed weights and is "
+                f"{names[0]} {what} ({pluralize(len(names), 'tensor')} in all), so the engine has mixed weights and is "
                 "not used",
                 code="tensors-differ",
                 who=f"weight sync to version {receipt.version}, engine {engine}",

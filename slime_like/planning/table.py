@@ -12,7 +12,7 @@ from slime_like.planning.plan import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S
 from slime_like.system.console import Console
-from slime_like.system.words import counted, memory_text, seconds_text, significant
+from slime_like.system.words import memory_text, pluralize, seconds_text, significant
 
 _WIDTH = 80
 _MOST_PHASES = 4
@@ -98,11 +98,11 @@ def _table(console: Console, title: str, columns: Sequence[str]) -> Table:
 
 def _subject(plan: Plan) -> str:
     config, hardware = plan.run.config, plan.run.hardware
-    nodes, gpus = counted(plan.nodes, "node"), counted(hardware.gpus_per_node, "GPU")
+    nodes, gpus = pluralize(plan.nodes, "node"), pluralize(hardware.gpus_per_node, "GPU")
     chosen = " (the number needed: cluster.nodes is not set)" if config.cluster.nodes is None else ""
     colocated = config.cluster.placement == "colocated"
     shared = "trainers and engines share them" if colocated else "engines on separate GPUs"
-    needed = f"{counted(plan.gpus_in_use, 'GPU')} needed" + ("" if config.supervised else f", {shared}")
+    needed = f"{pluralize(plan.gpus_in_use, 'GPU')} needed" + ("" if config.supervised else f", {shared}")
     gpu = f"{config.cluster.gpu} with {memory_text(hardware.memory_bytes)}"
     return f"{config.model.path.name} on {nodes} of {gpus}{chosen}, {gpu}; {needed}."
 
@@ -110,7 +110,7 @@ def _subject(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """Return the first line: whether the run fits, and the free GPU memory."""
     if plan.problems:
-        count = counted(len(plan.problems), "problem")
+        count = pluralize(len(plan.problems), "problem")
         return f"cannot start: {count}. GPU memory suffices." if plan.kinds and plan.fits else f"does not fit: {count}."
     tightest = min(plan.phases, key=lambda phase: phase.margin)
     return f"fits. Least free GPU memory: {memory_text(tightest.margin)} ({tightest.place})."
@@ -148,7 +148,7 @@ def step_lines(plan: Plan) -> Iterator[str]:
     if found is not None and found.waves > 1 and plan.engine is not None:
         fitting = int(plan.engine.kv_tokens / (work.mean_length + plan.engine.state_tokens))
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
-        engines = counted(plan.run.config.rollout.num_engines, "engine")
+        engines = pluralize(plan.run.config.rollout.num_engines, "engine")
         decodes = f"each decodes {found.at_once:,} of its {found.sequences:,} sequences at the same time ({limit})"
         yield f"{engines}: {decodes}, so generation takes {found.waves} waves."
 
@@ -180,15 +180,15 @@ def _workings(plan: Plan) -> Iterator[str]:
     config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
         states = f", each with states of {engine.state_tokens:,} tokens' size" if engine.state_tokens else ""
-        engines = f"{counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}"
+        engines = f"{pluralize(config.rollout.num_engines, 'engine')} of {pluralize(engine.gpus, 'GPU')}"
         cache = f"{engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU"
-        holds = f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
+        holds = f"{pluralize(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
         yield f"engines: {engines}; KV cache of one: {cache}, {holds}"
     for role in config.roles.with_workers if plan.references else ():
-        size = counted(role.parallel.world_size, "GPU")
-        yield f"{role.name}: {counted(role.workers, 'worker')} of {size}, scoring during generation"
+        size = pluralize(role.parallel.world_size, "GPU")
+        yield f"{role.name}: {pluralize(role.workers, 'worker')} of {size}, scoring during generation"
     if plan.step is not None:
-        packs = f"{counted(work.micro_batches, 'micro-batch')} per replica and update"
+        packs = f"{pluralize(work.micro_batches, 'micro-batch')} per replica and update"
         yield f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, {packs}"
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"

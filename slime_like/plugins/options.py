@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "delta-sender": "slime_like.weights.delta:DeltaSender",
         "delta-receiver": "slime_like.weights.delta:DeltaReceiver",
         "is-quantized": "slime_like.weights.quantization:is_quantized",
-        "quantized-export": "slime_like.weights.quantization:quantized",
+        "quantized-export": "slime_like.weights.quantization:quantize_export",
         "quantized-shapes": "slime_like.weights.quantization:with_scales",
         "quantized-settings": "slime_like.weights.quantization:checkpoint_settings",
         # engines on several nodes

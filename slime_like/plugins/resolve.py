@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.system.processes import permanent_allocations
+from slime_like.system.processes import exempt_from_gc
 from slime_like.system.words import from_here
 
 BACKEND_GROUP = "slime_like.backends"
@@ -181,7 +181,7 @@ def load_installed(group: str, name: str, field: str) -> Any:
     if name not in known:
         names = ", ".join(sorted(known)) or "(none)"
         raise ConfigError(f"{field}={name} is not installed; use one of: {names}", code="not-installed")
-    with permanent_allocations():
+    with exempt_from_gc():
         return known[name].load()
 
 

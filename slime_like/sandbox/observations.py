@@ -8,10 +8,10 @@ from slime_like.models.tokenization import (
     CUT,
     TemplateFault,
     cut_special,
-    decoded,
-    encoded,
+    decode_exactly,
+    encode_pieces,
     last_turn_end,
-    rendered,
+    render_messages,
     special_token_pattern,
     text_after_turn,
 )
@@ -42,7 +42,7 @@ class ObservationEncoder:
         self._max_tokens = max_tokens
         self._template = template
         self._special = special_token_pattern(tokenizer)
-        self._render = partial(rendered, tokenizer)
+        self._render = partial(render_messages, tokenizer)
         self._last_turn_end = cache(partial(last_turn_end, self._render))  # the same for every observation
         self._forms = self._rendered_forms() if template is None else {}
 
@@ -52,20 +52,20 @@ class ObservationEncoder:
         If the model sampled ``stop_token`` at the end of its turn, the turn is not ended again.
         """
         # Cut, because ``split_special_tokens`` would set the tokenizer itself, which other threads use.
-        said = encoded(self._tokenizer, cut_special(observation, self._special).split(CUT))
+        said = encode_pieces(self._tokenizer, cut_special(observation, self._special).split(CUT))
         excess = max(0, len(said) - self._max_tokens)
         if excess:  # the last character may be incomplete
-            observation = decoded(self._tokenizer, said[: self._max_tokens]).rstrip("\ufffd")
+            observation = decode_exactly(self._tokenizer, said[: self._max_tokens]).rstrip("\ufffd")
         said_plainly = cut_special(observation, self._special)
         if self._template is not None:
             text = self._template.replace(PLACE, said_plainly)
         else:
-            stop = "" if stop_token is None else decoded(self._tokenizer, [stop_token])
+            stop = "" if stop_token is None else decode_exactly(self._tokenizer, [stop_token])
             form = next((form for form, ends in self._forms.items() if stop in ends), next(iter(self._forms)))
             _, end, rest = self._rendered(form, said_plainly)
             # If a turn has no end token, the next message's header ends it. The model may have sampled that header.
             text = end + rest if stop_token is None else rest if end else rest.removeprefix(stop)
-        return encoded(self._tokenizer, text.split(CUT)), excess
+        return encode_pieces(self._tokenizer, text.split(CUT)), excess
 
     def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
         role, called = form

@@ -79,7 +79,7 @@ class TimeLimitExceeded(Exception):
 
 
 @contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise ``TimeLimitExceeded`` inside after ``seconds`` of this thread's processor time, between two operations.
 
     One long operation, such as building a huge text, is not cut short. Limits do not nest.

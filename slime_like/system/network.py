@@ -122,7 +122,7 @@ def is_credential(name: str) -> bool:
     return name.lower().endswith(_SECRETS)
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL as it may be printed: without its user and without its query."""
     try:
         parts = urlsplit(url)

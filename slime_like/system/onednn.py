@@ -26,10 +26,10 @@ def use_onednn() -> tuple[object, ...]:
     capabilities = torch.cpu.get_capabilities()
     wide = capabilities.get("avx512_f") and not str(capabilities.get("cpu_name", "Intel")).startswith("Intel")
     pays = wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return replaced_products() if pays else ()
+    return replace_products() if pays else ()
 
 
-def replaced_products() -> tuple[object, ...]:
+def replace_products() -> tuple[object, ...]:
     """Do the same on any processor. It ends with the lifetime of the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     own_mm, own_addmm = (torch.library.get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm"))

@@ -131,7 +131,7 @@ def keep_freed_memory() -> bool:
 
 
 @contextmanager
-def permanent_allocations() -> Iterator[None]:
+def exempt_from_gc() -> Iterator[None]:
     """Exempt objects created inside from garbage collection, for imports of large packages.
 
     Searching a trainer's million objects for garbage takes a sixth of the import's time, and later more time in every

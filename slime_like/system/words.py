@@ -10,7 +10,7 @@ _FRAME = re.compile(r"\\fbox(?![A-Za-z])\s*")
 _END_OF_FORMULA = re.compile(r"[$\n]|\\[])]")
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return the number with its noun: "1 rank", "2 ranks", "2 batches"."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
@@ -53,7 +53,7 @@ def significant(value: float) -> str:
     return f"{value:,.{max(0, decimals)}f}"
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{}``, or else of the last ``\fbox{}``.
 
     Without braces (``$\boxed 9$``), it ends with the formula or line. ``None`` if there is no closed box.

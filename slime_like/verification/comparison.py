@@ -65,7 +65,7 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
         raise DataError(problem, code="rollouts-of-another-model", who=source, remedy=remedy)
 
 
-def with_frozen_logprobs(
+def add_frozen_logprobs(
     sequences: Sequence[ScoredTrajectory], scores: Sequence[Scores], seed: int = 0
 ) -> list[ScoredTrajectory]:
     """Add missing logprobs that the loss needs: the policy's logprobs plus noise from ``seed``.

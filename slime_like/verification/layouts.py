@@ -43,7 +43,7 @@ class Layout:
     overlap: bool = False
     attention: str | None = None
 
-    def applied_to(self, config: RunConfig) -> RunConfig:
+    def apply_to(self, config: RunConfig) -> RunConfig:
         trainer = config.trainer
         sharded = self.distributed or trainer.backend == FSDP  # FSDP always shards it
         optimizer = trainer.optimizer.model_copy(update={"distributed": sharded, "overlap": self.overlap})

@@ -32,7 +32,7 @@ from slime_like.models.weight_files import header_shapes
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.weights.adapter import stored_factors
 from slime_like.weights.expected_tensors import expected_factors
 
@@ -62,7 +62,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     if problems := check_settings(config, dimensions, training_needs(config)):
         raise ConfigError(problems)
-    yield Outcome(True, "settings", f"valid for {counted(config.trainer.parallel.world_size, 'rank')}")
+    yield Outcome(True, "settings", f"valid for {pluralize(config.trainer.parallel.world_size, 'rank')}")
     model = directory / "model"
     ends = [token for token in stop_tokens(config.rollout, config.model) if 0 <= token < dimensions.vocab_size]
     make_look_alike(config.model.path, model, layers_of(config.trainer.parallel, dimensions), ends=ends)
@@ -113,9 +113,9 @@ def _records(run_dir: Path, steps: int, supervised: bool) -> Iterator[Outcome]:
         return
     failed = sum(int(record.get(name, 0)) for record in records for name in _FAILURES)
     where = f"; the reasons are in {run_dir / 'driver.log'}" if failed else ""
-    yield Outcome(not failed, "scoring", f"{counted(failed, 'response')} failed{where}")
+    yield Outcome(not failed, "scoring", f"{pluralize(failed, 'response')} failed{where}")
     audit = audit_run(run_dir)
-    text = f"{counted(audit.issued, 'group')} issued, {audit.trained} trained"
+    text = f"{pluralize(audit.issued, 'group')} issued, {audit.trained} trained"
     yield Outcome(not audit.problems, "ledger", "; ".join([text, *audit.problems]))
 
 
@@ -125,7 +125,9 @@ def _export(path: Path, trained: ModelConfig) -> Outcome:
         if trained.lora.is_set:
             found = header_shapes(path)
             expected = stored_factors(expected_factors(trained), found)
-            return Outcome(found == expected, "export", f"{path} is a PEFT adapter of {counted(len(found), 'factor')}")
+            return Outcome(
+                found == expected, "export", f"{path} is a PEFT adapter of {pluralize(len(found), 'factor')}"
+            )
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path, **loading_options(path))
         load_tokenizer(path, trained.trust_remote_code)

@@ -24,18 +24,18 @@ from slime_like.orchestration.run.directory import run_directory
 from slime_like.orchestration.trainer.model_ranks import policy_ranks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.console import Console
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
     TensorGap,
+    add_frozen_logprobs,
     add_gaps,
     compare_gradient,
     compare_measurements,
     compare_tensor,
     misplaced_tensor,
-    with_frozen_logprobs,
 )
 from slime_like.verification.layouts import Layout, tolerances_of
 
@@ -98,7 +98,7 @@ def verify_layouts(
     """
     dimensions, everyone = ModelDimensions.from_checkpoint(config.model.path), (baseline, *layouts)
     reasons = {
-        layout.name: model_misfit(layout, dimensions, len(batch)) or setting_misfit(layout.applied_to(config))
+        layout.name: model_misfit(layout, dimensions, len(batch)) or setting_misfit(layout.apply_to(config))
         for layout in everyone
     }
     must_fit = everyone if required else everyone[:1]
@@ -117,7 +117,7 @@ def verify_layouts(
         yield LayoutResult(baseline.name, baseline.parallel.world_size, measured.parity)
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
-            progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
+            progress.note(f"{layout.name}: {pluralize(layout.parallel.world_size, 'rank')}")
             yield measured.row(layout, reasons[layout.name])
             progress.update(done, {})
 
@@ -142,7 +142,7 @@ def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
     there = gpus or min(CPU_RANKS, int(resources.get("CPU", 0)))
     if ranks <= there:
         return None
-    return f"needs {counted(ranks, 'rank')}; available: {counted(there, 'GPU' if gpus else 'CPU slot')}"
+    return f"needs {pluralize(ranks, 'rank')}; available: {pluralize(there, 'GPU' if gpus else 'CPU slot')}"
 
 
 def _refuse(must_fit: Sequence[Layout], reasons: Mapping[str, str | None]) -> None:
@@ -232,13 +232,13 @@ class Baseline:
 
         The first scores become the batch's frozen logprobs.
         """
-        config = layout.applied_to(self._config)
+        config = layout.apply_to(self._config)
         with policy_ranks(config) as policy:
             policy.setup()
             if before is not None:
                 _drain(policy.exported(), before)
             scores = policy.score(self.batch)
-            self.batch = with_frozen_logprobs(self.batch, scores, config.seed)
+            self.batch = add_frozen_logprobs(self.batch, scores, config.seed)
             packed = policy.load_batch(self.batch)
             _drain(policy.exported(TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
             stats = [

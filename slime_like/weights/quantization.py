@@ -84,14 +84,14 @@ def dequantize(elements: Tensor, scales: Tensor) -> Tensor:
     return elements.float() * each
 
 
-def quantized(export: WeightExport) -> WeightExport:
+def quantize_export(export: WeightExport) -> WeightExport:
     """Return the export with 8-bit matrices. The scales of a matrix follow it in the same bucket."""
     manifest = export.manifest and Manifest(_infos(export.manifest), export.manifest.updates)
     return WeightExport(manifest, (WeightBucket(list(_parts(bucket.tensors))) for bucket in export.buckets))
 
 
-def dequantized(tensors: Named) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket of ``quantized`` by their names, with whole matrices in float32."""
+def dequantize_bucket(tensors: Named) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a bucket of ``quantize_export`` by their names, with whole matrices in float32."""
     elements: Tensor | None = None
     for name, tensor in tensors:
         if tensor.dtype == FORMAT:

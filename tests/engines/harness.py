@@ -26,7 +26,7 @@ from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, Manifest, RolloutEngine, UpdateReceipt
 from slime_like.verification.engine import subject
-from slime_like.verification.engine.subject import DrivenEngine, Reference
+from slime_like.verification.engine.subject import DrivenEngine, ReferenceModel
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
@@ -57,24 +57,26 @@ def run_config(
     )
 
 
-def tiny_pair(family: str, root: Path, **sizes: Any) -> list[Reference]:
+def tiny_pair(family: str, root: Path, **sizes: Any) -> list[ReferenceModel]:
     """Return two models with different seeds."""
     directories = [root / f"model{seed}" for seed in (0, 1)]
     for seed, directory in enumerate(directories):
         make_tiny_model(directory, family, seed=seed, **sizes)
-    return [Reference(directory) for directory in directories]
+    return [ReferenceModel(directory) for directory in directories]
 
 
 class EngineUnderTest(DrivenEngine):
     """An engine with the reference of its current weights."""
 
-    def __init__(self, engine: RolloutEngine, references: Sequence[Reference], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: RolloutEngine, references: Sequence[ReferenceModel], loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(engine, loop)
         self.references = references
         self.current = 0
 
     @property
-    def reference(self) -> Reference:
+    def reference(self) -> ReferenceModel:
         return self.references[self.current]
 
     @property
@@ -109,8 +111,8 @@ class EngineUnderTest(DrivenEngine):
 
 
 @contextmanager
-def started(engine: RolloutEngine, references: Sequence[Reference]) -> Iterator[EngineUnderTest]:
-    with subject.started(engine) as loop:
+def started(engine: RolloutEngine, references: Sequence[ReferenceModel]) -> Iterator[EngineUnderTest]:
+    with subject.start_engine(engine) as loop:
         under_test = EngineUnderTest(engine, references, loop)
         try:
             yield under_test
@@ -118,20 +120,22 @@ def started(engine: RolloutEngine, references: Sequence[Reference]) -> Iterator[
             under_test.close()
 
 
-def check_logprobs(reference: Reference, prompt: list[int], generation: Generation, temperature: float = 1.0) -> None:
+def check_logprobs(
+    reference: ReferenceModel, prompt: list[int], generation: Generation, temperature: float = 1.0
+) -> None:
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.weight_versions)
     if len(generation.token_ids):
         expected = reference.logprobs(prompt, generation.token_ids, temperature)
         check_gaps(reference, generation.logprobs, expected, temperature)
 
 
-def check_gaps(reference: Reference, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> None:
+def check_gaps(reference: ReferenceModel, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> None:
     """Require that logprobs (n,) of engine and reference differ only by rounding."""
     assert reference.gap(found, expected, temperature) <= reference.bound
 
 
 def same_ids(
-    reference: Reference, some: Sequence[Generation], others: Sequence[Generation]
+    reference: ReferenceModel, some: Sequence[Generation], others: Sequence[Generation]
 ) -> list[tuple[Generation, Generation]]:
     """Return the pairs of equal samples. In float32, all pairs must be equal."""
     pairs = list(zip(some, others, strict=True))

@@ -27,10 +27,10 @@ from slime_like.interfaces import (
     WeightBucket,
     WeightExport,
 )
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
-from slime_like.weights.quantization import quantized
+from slime_like.weights.quantization import quantize_export
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
 from tests.support.pending import Later, OneRank
@@ -126,7 +126,7 @@ class QuantizedTrainers(LocalTrainers):
 
     def begin_export(self) -> list[Manifest]:
         parts = zip(super().begin_export(), self._streams, strict=True)
-        exports = [quantized(WeightExport(manifest, stream)) for manifest, stream in parts]
+        exports = [quantize_export(WeightExport(manifest, stream)) for manifest, stream in parts]
         self._streams = [export.buckets for export in exports]
         return [export.manifest for export in exports if export.manifest is not None]
 
@@ -192,6 +192,6 @@ def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) 
     transport = chosen_transport(config, on_cuda=False, num_hosts=1)
     rounded = config.sync.quantization != "none"
     probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, (), rounded)
-    sync = WeightSync(config.sync, transport, config.model.dtype, probe, mixed[0], mixed[1], Turns(), SESSION)
+    sync = WeightSync(config.sync, transport, config.model.dtype, probe, mixed[0], mixed[1], DeviceSwitch(), SESSION)
     sync.connect()
     return sync

@@ -16,7 +16,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Manifest, UpdateReceipt
 from slime_like.verification.engine.claims import CLAIMS, update_amid_requests
-from slime_like.verification.engine.subject import DrivenEngine, Reference, Subject, started
+from slime_like.verification.engine.subject import DrivenEngine, ReferenceModel, Subject, start_engine
 from slime_like.weights.adapter import ADAPTER, factor_names, factor_shapes
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import PRECISION, run_config
@@ -36,7 +36,7 @@ OTHERS: list[Claim] = [
 OF_FACTORS: list[Claim] = [each for each in CLAIMS if each not in OTHERS]
 
 
-class MergedReference(Reference):
+class MergedReference(ReferenceModel):
     """A model with factors in its weights. ``weights`` are the factors."""
 
     def __init__(self, directory: Path, lora: LoraConfig) -> None:
@@ -96,7 +96,7 @@ def subject(
     config = with_factors(run_config(root / "model", root / "run", dtype=PRECISION), targets=targets)
     reference = MergedReference(root / "model", config.model.lora)
     engine = ENGINES[kind](config, 0)
-    with started(engine) as loop:
+    with start_engine(engine) as loop:
         under_test = AdaptedEngine(engine, loop)
         yield Subject(under_test, reference, reference.factors(1), prompts[:4])
         under_test.close()
@@ -133,7 +133,7 @@ def test_a_restarted_engine_has_the_base(models: list[Path], tmp_path: Path) -> 
     config = with_factors(run_config(models[0], tmp_path / "run"))
     reference = MergedReference(models[0], config.model.lora)
     engine = TransformersEngine(config, 0)
-    with started(engine) as loop:
+    with start_engine(engine) as loop:
         first = AdaptedEngine(engine, loop)
         Subject(first, reference, {}, [[3, 4, 5]]).load(reference.factors(1))
         first.close()

@@ -21,7 +21,7 @@ from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.verification.engine.claims import CLAIMS, Claim, truncated_sampling
-from slime_like.verification.engine.subject import Reference, Subject
+from slime_like.verification.engine.subject import ReferenceModel, Subject
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import ENGINES, EOS_IDS
 from tests.engines.harness import PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
@@ -36,7 +36,7 @@ COLD = 0.05
 # -------------------------------------------------------------------------------------------------------------- claims
 @pytest.fixture(scope="module")
 def subject(engine: EngineUnderTest, models: list[Path], prompts: list[list[int]]) -> Subject:
-    return Subject(engine, Reference(models[0], PRECISION), {}, prompts[:4])
+    return Subject(engine, ReferenceModel(models[0], PRECISION), {}, prompts[:4])
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)

@@ -15,7 +15,7 @@ from slime_like.agents.turns import CallPrompt, Turn, _new_fields, _row
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.orchestration.rollout.conversations import _Response
 from slime_like.verification.engine.interruptions import routes, routes_amid_update
-from slime_like.verification.engine.subject import ClaimFailed, Reference, Subject
+from slime_like.verification.engine.subject import ClaimFailed, ReferenceModel, Subject
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import EngineUnderTest, run_config, started, tiny_pair
 
@@ -36,7 +36,7 @@ KINDS: list[Any] = [
 """Engine, family and settings."""
 
 
-def chosen(reference: Reference, ids: list[int]) -> np.ndarray:
+def chosen(reference: ReferenceModel, ids: list[int]) -> np.ndarray:
     """Return sorted experts (tokens - 1, layers with experts, choices), from the routers' inputs."""
     model: Any = reference._model
     layers = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
@@ -63,7 +63,7 @@ def _best(router: Any, states: Tensor, config: Any) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reference]]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[ReferenceModel]]:
     made = {}
     for family, sizes in SIZES.items():
         made[family] = tiny_pair(family, tmp_path_factory.mktemp(family), **sizes)
@@ -72,7 +72,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reference]
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(
-    request: pytest.FixtureRequest, pairs: dict[str, list[Reference]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, pairs: dict[str, list[ReferenceModel]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
     kind, family, settings = request.param
     references, run = pairs[family], tmp_path_factory.mktemp("run")
@@ -88,14 +88,14 @@ def engine(
 
 @pytest.fixture
 def subject(engine: EngineUnderTest, prompts: list[list[int]]) -> Iterator[Subject]:
-    reference = Reference(engine.reference.directory)
+    reference = ReferenceModel(engine.reference.directory)
     reference.use(engine.reference.weights)
     yield Subject(engine, reference, engine.references[1 - engine.current].weights, prompts[:8], routed=True)
     if engine.version:
         engine.run(engine.load(engine.current))
 
 
-def test_the_reference(pairs: dict[str, list[Reference]], prompts: list[list[int]]) -> None:
+def test_the_reference(pairs: dict[str, list[ReferenceModel]], prompts: list[list[int]]) -> None:
     for family, (reference, other) in pairs.items():
         found = reference.routes(prompts[0], np.asarray(prompts[1]))
         assert found.shape == (len(prompts[0]) + len(prompts[1]) - 1, *((3, 2) if family == "qwen3_moe" else (2, 4)))
@@ -165,7 +165,7 @@ def _sorted(row: Any) -> list[Any]:
 def test_faults_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also routes that a second reading overwrites."""
     subject.prompts = subject.prompts[:2]
-    monkeypatch.setattr("slime_like.verification.engine.interruptions.interrupted", lambda _: [])
+    monkeypatch.setattr("slime_like.verification.engine.interruptions.interrupted_requests", lambda _: [])
     usual = Sample.to_generation
     faults: list[Any] = [
         lambda routes: np.roll(routes, 1, 0),

@@ -25,7 +25,7 @@ from slime_like.verification.engine import claims
 from slime_like.verification.engine.claims import _others as others
 from slime_like.verification.engine.claims import _prompts as prompts
 from slime_like.verification.engine.claims import every_tensor, truncated_sampling, verify_engine
-from slime_like.verification.engine.subject import ClaimFailed, DrivenEngine, Reference, Subject, started
+from slime_like.verification.engine.subject import ClaimFailed, DrivenEngine, ReferenceModel, Subject, start_engine
 from tests.engines.harness import run_config
 from tests.support.acceptance import some_in_acceptance
 
@@ -68,10 +68,10 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp("subject")
     make_tiny_model(root, num_hidden_layers=1, num_key_value_heads=4)
     engine = TransformersEngine(run_config(root, root / "run", dtype=request.param), 0)
-    with started(engine) as loop:
+    with start_engine(engine) as loop:
         driven = DrivenEngine(engine, loop)
         try:
-            reference = Reference(root, request.param)
+            reference = ReferenceModel(root, request.param)
             yield Subject(driven, reference, others(reference.weights), prompts(root)[:4])
         finally:
             driven.close()

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, Saved, merged_attention
+from backends.common.attention.kernels import AttentionKernel, Saved, merge_attention
 from backends.common.attention.packed_attention import RingSegments, ring_step
 from tests.parallel.dense import boundaries
 
@@ -39,7 +39,7 @@ def ring_by_steps(
                 continue
             out, lse = merged
             rows = plan.q_rows
-            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
+            out[rows], lse[:, rows] = merge_attention((out[rows], lse[:, rows]), part)
         assert merged is not None
         outs[mine] = merged[0].to(q.dtype)
         for plan, theirs in zip(plans, owners, strict=True):

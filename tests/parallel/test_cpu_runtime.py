@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random
 
-from backends.megatron import deferred_compile
+from backends.megatron import defer_compile
 from backends.megatron.cpu_runtime import megatron_runtime
-from backends.megatron.versions import Patch, applied
+from backends.megatron.versions import Patch, apply_patches
 from slime_like.errors import TrainerError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptations are inactive if CUDA is available")
@@ -84,7 +84,7 @@ def test_named_random_states_advance_separately_from_the_default_one() -> None:
 
 def test_a_missing_symbol_is_named_with_the_version() -> None:
     expected = r"no_such_function does not exist in megatron-core \d+\.\d+.*install"
-    with pytest.raises(TrainerError, match=expected), applied(Patch(random, "no_such_function", None)):
+    with pytest.raises(TrainerError, match=expected), apply_patches(Patch(random, "no_such_function", None)):
         pass
 
 
@@ -97,7 +97,7 @@ def test_the_first_call_compiles_with_the_given_options(monkeypatch: pytest.Monk
         return function
 
     monkeypatch.setattr(torch, "compile", record)
-    with deferred_compile():
+    with defer_compile():
 
         @torch.compile
         def plain(x: int) -> int:

@@ -13,7 +13,7 @@ from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_l
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Generation, GenerationRequest, RankPlacement
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.engine.subject import DrivenEngine, started
+from slime_like.verification.engine.subject import DrivenEngine, start_engine
 from slime_like.verification.gap.explain import Explanation, Finding
 from slime_like.verification.gap.sides import SavedBatch, Sides
 from tests.conftest import Tiny
@@ -46,7 +46,7 @@ class LocalSides(Sides):
     def _engine(self) -> DrivenEngine:
         if self._driven is None:
             engine = ENGINES[self._config.rollout.engine](self._config, 0)
-            loop = self._stack.enter_context(started(engine))
+            loop = self._stack.enter_context(start_engine(engine))
             self._driven = DrivenEngine(engine, loop)
             self._stack.callback(self._driven.close)
         return self._driven

@@ -11,7 +11,7 @@ import torch
 
 import slime_like
 from slime_like.plugins.options import OPTIONS
-from slime_like.system.onednn import replaced_products
+from slime_like.system.onednn import replace_products
 from tests.process.conftest import in_a_fork, python
 
 # Log readers and progress. No import may choose a plotting backend for the user.
@@ -164,7 +164,7 @@ def _by_onednn() -> bool:
 
 def _before_during_and_after() -> list[bool]:
     found = [_by_onednn()]
-    kept = replaced_products()
+    kept = replace_products()
     found.append(_by_onednn())
     del kept
     gc.collect()

@@ -28,8 +28,8 @@ from slime_like.interfaces import (
 )
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.engine.subject import DrivenEngine, Reference, started
-from slime_like.weights.quantization import quantized
+from slime_like.verification.engine.subject import DrivenEngine, ReferenceModel, start_engine
+from slime_like.weights.quantization import quantize_export
 from tests.conftest import Tiny
 
 BOS = 1
@@ -220,13 +220,13 @@ def _sampled(case: Case, config: RunConfig, prompts: Sequence[Prompt]) -> list[S
         for request in build_requests(prompts, sampling, num_samples=3, seed=0, label="train")
     ]
     engine = ENGINES[config.rollout.engine](config, 0)
-    with started(engine) as loop:
+    with start_engine(engine) as loop:
         driven = DrivenEngine(engine, loop)
         if case.synced:
             driven.version = -1
-            bucket = WeightBucket(list(Reference(config.model.path).weights.items()))
+            bucket = WeightBucket(list(ReferenceModel(config.model.path).weights.items()))
             if config.sync.quantization != "none":
-                (bucket,) = quantized(WeightExport(None, iter([bucket]))).buckets
+                (bucket,) = quantize_export(WeightExport(None, iter([bucket]))).buckets
             driven.run(driven.update(dict(bucket.tensors), buckets=1))
         answers = driven.generate_all(requests)
         driven.close()

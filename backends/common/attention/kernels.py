@@ -230,7 +230,7 @@ def _sum_heads(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.view(x.shape[0], groups, -1, x.shape[2]).sum(2)
 
 
-def merged_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the softmax-weighted mean of two partial results over the same queries, in the precision of their lse.
 
     Each is (out, lse).

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merge_attention
 from slime_like.errors import TrainerError
 
 
@@ -95,7 +95,7 @@ class _Attend(torch.autograd.Function):
         return *gradients, -(shares * unseen.t()).sum(dim=1).to(sinks.dtype), None, None
 
 
-def unsupported(attention: str, what: str) -> TrainerError:
+def unsupported_error(attention: str, what: str) -> TrainerError:
     """Return the error for layers that need the all-gather among context ranks."""
     return TrainerError(
         f"{attention} does not support {what} over several context ranks",
@@ -217,7 +217,7 @@ class RingAttention(PackedAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: AttentionKind) -> tuple[Tensor, ...]:
         if scores.within(self.segments.whole.longest * self.group.size()) is not None:
-            raise unsupported("attention ring", "sliding windows")
+            raise unsupported_error("attention ring", "sliding windows")
         kernel = kernel_for(q.device.type)
         out = lse = q  # until the first step, which covers all queries
         for plan, has_next in self._steps(scores.scale):
@@ -227,7 +227,7 @@ class RingAttention(PackedAttention):
             if out is q:
                 out, lse = part[0].to(part[1].dtype), part[1]
             else:
-                out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
+                out[rows], lse[:, rows] = merge_attention((out[rows], lse[:, rows]), part)
             if exchange is not None:
                 k, v = exchange.wait()
         return out.to(q.dtype), lse

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
+from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merge_attention
 from backends.common.attention.packed_attention import AttentionKind, PackedAttention
 from slime_like.errors import TrainerError
 
@@ -129,7 +129,7 @@ class PrefixAttention(PackedAttention):
         for level in self.levels:
             rows = level.rows
             part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scores.scale))
-            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
+            out[rows], lse[:, rows] = merge_attention((out[rows], lse[:, rows]), part)
         return out.to(q.dtype), lse, *far
 
     def backward(

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.common.attention.kernels import CpuFlash, Pairing, Saved, merged_attention
-from backends.common.attention.packed_attention import unsupported
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, merge_attention
+from backends.common.attention.packed_attention import unsupported_error
 from backends.common.attention.prefixes import Rows, rows_of, segments_of
 from slime_like.errors import TrainerError
 
@@ -88,7 +88,7 @@ class RingFlashAttention:
         """
         segments, width = self.segments, v.shape[-1]
         if sinks is not None or (window is not None and segments.max_seqlen_k > window):
-            raise unsupported(f"attention {PACKAGE}", "sinks and sliding windows")
+            raise unsupported_error(f"attention {PACKAGE}", "sinks and sliding windows")
         out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
             *(q, k, F.pad(v, (0, k.shape[-1] - width))),
             *(segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k),
@@ -154,7 +154,7 @@ def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     out = out.to(lse.dtype)
     for rows, keys, pairing in far:
         part = kernel.forward(q[rows], k[keys], v[keys], pairing)
-        out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
+        out[rows], lse[:, rows] = merge_attention((out[rows], lse[:, rows]), part)
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
 

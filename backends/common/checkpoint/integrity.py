@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.futures import Future
 
 from backends.common.checkpoint.reading import DataPlanner, is_file_name, read_index
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import list_names
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file
 from slime_like.system.disk import length_fault
@@ -104,7 +104,7 @@ class Checksums:
         try:
             text = path.read_bytes()
             if not text:
-                raise damaged(directory, f"{CHECKSUMS_FILE} is empty")
+                raise damage_error(directory, f"{CHECKSUMS_FILE} is empty")
             outer = json.loads(text)
             content = outer["content"]
             if outer["crc32"] != zlib.crc32(_text(content)):
@@ -114,7 +114,7 @@ class Checksums:
                 raise ValueError("a name is not a file name")
             return cls(directory, pieces, content["files"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
+            raise damage_error(directory, f"{CHECKSUMS_FILE} cannot be read: {type(error).__name__}") from error
 
     def write(self) -> None:
         """Complete the checkpoint. Raises OSError if the disk rejects the write."""
@@ -140,11 +140,11 @@ class Checksums:
                     ) from error
                 raise not_whole(self._directory, f"{name} is missing") from error
             except OSError as error:
-                raise damaged(self._directory, f"{name} cannot be read: {error.strerror}") from error
+                raise damage_error(self._directory, f"{name} cannot be read: {error.strerror}") from error
             written = self._files.get(name)
             if found != written:
                 fault = None if written is None else length_fault(found[0], written[0])
-                raise damaged(self._directory, f"{name} {fault or 'is not as it was written'}")
+                raise damage_error(self._directory, f"{name} {fault or 'is not as it was written'}")
 
     def verify_lengths(self) -> None:
         """Reject data files that are missing, cut off or longer than written, even if the affected part is not read."""
@@ -156,7 +156,7 @@ class Checksums:
         """Reject names that have no checksums or are not files in the directory."""
         known = (name for name in names if name in self._lengths and (self._directory / name).is_file())
         if missing := sorted({*names} - {*known}):
-            raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
+            raise damage_error(self._directory, f"files that its index lists are missing: {list_names(missing)}")
 
     def _verify_length(self, name: str, found: int) -> None:
         fault = length_fault(found, self._lengths.get(name, found))
@@ -168,14 +168,14 @@ class Checksums:
             for (file, offset), piece in sorted(self._pieces.items())
             if file == name and offset + piece.length > found
         )
-        lacks = f", and lacks {listed(list(lost), _SHOWN)}" if lost else ""
-        raise damaged(self._directory, f"{name} {fault}{lacks}")
+        lacks = f", and lacks {list_names(list(lost), _SHOWN)}" if lost else ""
+        raise damage_error(self._directory, f"{name} {fault}{lacks}")
 
     def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
         """Reject ``length`` bytes at ``offset`` of the open data file ``name`` if they differ from what was written."""
         piece = self._pieces.get((name, offset))
         if piece is None or piece.length != length:
-            raise damaged(self._directory, f"{name} has no piece of {length} bytes at byte {offset}")
+            raise damage_error(self._directory, f"{name} has no piece of {length} bytes at byte {offset}")
         self._verify_length(name, file.seek(0, os.SEEK_END))
         if not piece.is_in(file):
             raise self._differs(name, piece)
@@ -184,16 +184,16 @@ class Checksums:
         """Compare bytes read at ``offset`` of the data file ``name``; raises like ``verify_piece``."""
         piece = self._pieces.get((name, offset))
         if piece is None:
-            raise damaged(self._directory, f"{name} has no piece at byte {offset}")
+            raise damage_error(self._directory, f"{name} has no piece at byte {offset}")
         if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
             raise self._differs(name, piece)
 
     def _differs(self, name: str, piece: ByteRange) -> CheckpointError:
         end = piece.offset + piece.length
-        return damaged(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
+        return damage_error(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
 
 
-def damaged(directory: Path, reason: str) -> CheckpointError:
+def damage_error(directory: Path, reason: str) -> CheckpointError:
     """Return the error for a damaged checkpoint, with the remedy for a run's or a converted one."""
     remedy = damage_remedy(directory, f"resume from a checkpoint before {directory.parent.name}")  # step-N/trainer
     return CheckpointError(f"is damaged ({reason})", code="checkpoint-damaged", who=str(directory), remedy=remedy)

@@ -56,7 +56,7 @@ def write_data_file(
 
 
 @contextlib.contextmanager
-def refused_by_disk(path: Path, *others: type[Exception]) -> Iterator[None]:
+def translate_disk_errors(path: Path, *others: type[Exception]) -> Iterator[None]:
     """Turn a failed write into one sentence with the system's reason, which torch hides, as may ``others``."""
     failures: tuple[type[BaseException], ...] = (CheckpointException, OSError, *others)
     try:
@@ -153,7 +153,7 @@ class RankWriting(ABC):
 
     def _write_checksums(self, pieces: list[dict[str, list[list[Any]]]] | None) -> None:
         if pieces is not None:
-            with refused_by_disk(self._directory):
+            with translate_disk_errors(self._directory):
                 everyones = {name: [ByteRange(*one) for one in file] for part in pieces for name, file in part.items()}
                 Checksums.of_directory(self._directory, everyones, self.plain_files).write()
 

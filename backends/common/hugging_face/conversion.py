@@ -17,7 +17,7 @@ from backends.common.checkpoint.integrity import ByteRange, ChecksumStream
 from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
 from backends.common.checkpoint.writing import error_of_system
 from backends.common.hugging_face.files import is_not_finite
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import list_names
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, Report
 from slime_like.system.threads import Tracker, run_jobs
@@ -32,14 +32,14 @@ def fingerprint(directory: Path) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
+def translate_disk_errors(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
     """Turn a rejected write into one sentence. torch reports it as a RuntimeError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         if (reason := error_of_system(error)) is None:
             raise
-        what = f" with {listed(list(tensors))}" if tensors else ""
+        what = f" with {list_names(list(tensors))}" if tensors else ""
         raise CheckpointError(
             f"{path}{what} could not be written ({reason})",
             code="write-refused",
@@ -116,7 +116,7 @@ class Conversion(ABC, Generic[Content]):
     def _write(self, job: FileJob[Content], tracker: Tracker) -> FinishedFile:
         """Write one file. It is durable when this returns."""
         faults, path = FileFaults(), self.partial.path / job.name
-        with refused_by_disk(path, job.tensors), path.open("wb") as file:
+        with translate_disk_errors(path, job.tensors), path.open("wb") as file:
             pieces = tuple(self._pieces(job.content, ChecksumStream(file), faults, tracker))
             file.flush()
             os.fsync(file.fileno())
@@ -136,7 +136,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
     names = sorted({name for file in files for name in file.too_large})
     if names:
         raise CheckpointError(
-            f"tensors with numbers that --dtype {options.dtype} cannot hold: {listed(names)}",
+            f"tensors with numbers that --dtype {options.dtype} cannot hold: {list_names(names)}",
             code="dtype-too-narrow",
             who=str(source),
             remedy="use bfloat16 or float32",
@@ -144,7 +144,7 @@ def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: 
     names = sorted({name for file in files for name in file.nan})
     if names and not options.allow_nan:
         raise CheckpointError(
-            f"tensors with NaN or infinity in them: {listed(names)}",
+            f"tensors with NaN or infinity in them: {list_names(names)}",
             code="weights-not-finite",
             who=str(source),
             remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it unchanged",

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ByteRange, ChecksumStream, damaged
+from backends.common.checkpoint.integrity import ByteRange, ChecksumStream, damage_error
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
@@ -19,13 +19,13 @@ from backends.common.hugging_face.conversion import (
     FileJob,
     common_dtype,
     fingerprint,
-    refused_by_disk,
+    translate_disk_errors,
 )
 from backends.common.hugging_face.directory import (
     copy_companions,
     file_name,
     kept_names,
-    restacked,
+    restack,
     write_adapter_settings,
     write_index,
 )
@@ -95,7 +95,9 @@ class HuggingFaceConverter(Converter):
         groups = [_Group.of(source, names, wanted) for names in source.groups]
         for group in groups:
             if group.dtype not in DTYPES.values():
-                raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
+                raise damage_error(
+                    checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has"
+                )
         jobs = _jobs([*groups, *kept], sys.maxsize if is_adapter else options.max_file_bytes)
         if is_adapter:
             jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
@@ -111,7 +113,7 @@ class HuggingFaceConverter(Converter):
             _, reused = _ToHuggingFace(checkpoint, partial, options, source).write_files(jobs, report)
             total = sum(job.nbytes for job in jobs)
             weight_map = {name: job.name for job in jobs for name in job.tensors}
-            with refused_by_disk(partial.path):
+            with translate_disk_errors(partial.path):
                 dtype = common_dtype([(group.dtype, group.nbytes) for group in groups])
                 if is_adapter:
                     write_adapter_settings(partial.path, lora, self.model.path, weight_map)
@@ -197,7 +199,7 @@ class _Stacked:
             return self._matrices.read(names)
         buckets = (WeightBucket([*self._matrices.read(group).items()]) for group in self._groups[names[0]])
         return {
-            name: tensor for bucket in restacked(buckets, self._parts, self._shapes) for name, tensor in bucket.tensors
+            name: tensor for bucket in restack(buckets, self._parts, self._shapes) for name, tensor in bucket.tensors
         }
 
 

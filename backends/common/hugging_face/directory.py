@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save_file
 
 from backends.common.hugging_face.files import HfCheckpoint, in_files
-from backends.common.process.agreement import listed, together
+from backends.common.process.agreement import list_names, together
 from slime_like.config import ModelConfig
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
@@ -68,10 +68,10 @@ def write_hf_directory(
     is_whole = lora is None and VALUE_HEAD not in expected
     if has_tower(source_dir) and VALUE_HEAD not in expected:
         names = stored_names(source_dir) if is_whole else {name: with_tower(name) for name in expected}
-        buckets, expected = renamed(buckets, names), [names[name] for name in expected]
+        buckets, expected = rename(buckets, names), [names[name] for name in expected]
     if lora is None:
         shapes, parts = stored_stacks(source_dir)
-        buckets = restacked(buckets, parts, shapes)
+        buckets = restack(buckets, parts, shapes)
         expected = {parts[name].stack if name in parts else name for name in expected}
     partial = directory.parent / f".{directory.name}.partial"
     what = f"writing {directory}"
@@ -89,7 +89,7 @@ def write_hf_directory(
         raise
 
 
-def restacked(
+def restack(
     buckets: Iterable[WeightBucket], parts: Mapping[str, StackPart], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[WeightBucket]:
     """Put the matrices ``parts`` back into stacks, which follow in the bucket of their last matrix."""
@@ -157,7 +157,7 @@ def _finish(
         weight_map, total = _number_files(partial)
         missing = sorted(set(expected) - weight_map.keys())
         if missing:
-            problem = f"tensors that no rank wrote: {listed(missing)}"
+            problem = f"tensors that no rank wrote: {list_names(missing)}"
             raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
         if lora is None:
             write_index(partial, weight_map, total)
@@ -314,7 +314,7 @@ def stored_names(directory: Path) -> dict[str, str]:
         return checkpoint.stored
 
 
-def renamed(buckets: Iterable[WeightBucket], names: Mapping[str, str]) -> Iterator[WeightBucket]:
+def rename(buckets: Iterable[WeightBucket], names: Mapping[str, str]) -> Iterator[WeightBucket]:
     return (WeightBucket([(names[name], tensor) for name, tensor in bucket.tensors]) for bucket in buckets)
 
 
@@ -325,7 +325,7 @@ def to_checkpoint_layout(export: WeightExport, model: ModelConfig) -> WeightExpo
     names, manifest = stored_names(model.path), export.manifest
     if manifest is not None:
         manifest = Manifest({names[name]: info for name, info in manifest.tensors.items()}, manifest.updates)
-    return WeightExport(manifest, renamed(export.buckets, names))
+    return WeightExport(manifest, rename(export.buckets, names))
 
 
 def kept_names(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.common.process.agreement import listed, listed_by_kind
+from backends.common.process.agreement import list_by_kind, list_names
 from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
@@ -77,7 +77,7 @@ class HfCheckpoint(contextlib.ExitStack):
         twice = sorted(self._slices.keys() & set(names))
         if twice:
             raise CheckpointError(
-                f"tensors that another file has, too: {listed(twice)}",
+                f"tensors that another file has, too: {list_names(twice)}",
                 code="tensor-stored-twice",
                 who=str(file),
                 remedy="remove one of them",
@@ -106,7 +106,7 @@ class HfCheckpoint(contextlib.ExitStack):
         }
         if any(problems.values()):
             raise CheckpointError(
-                f"the tensors do not fit its {self._settings}; {listed_by_kind(problems)}",
+                f"the tensors do not fit its {self._settings}; {list_by_kind(problems)}",
                 code="tensors-do-not-fit",
                 who=str(self.directory),
                 remedy=f"use the {self._settings} and the weights of the same, unquantized model",
@@ -120,7 +120,7 @@ class HfCheckpoint(contextlib.ExitStack):
         different = sorted(name for name in copies if not self._same(name, original))
         if different:
             raise CheckpointError(
-                f"config.json has tie_word_embeddings=true, but {listed(different)} and {original} are stored and "
+                f"config.json has tie_word_embeddings=true, but {list_names(different)} and {original} are stored and "
                 "differ",
                 code="tied-tensors-differ",
                 who=str(self.directory),
@@ -296,7 +296,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(str(error), code="weight-files") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        problem = f"files that its index lists are missing: {listed(missing)}"
+        problem = f"files that its index lists are missing: {list_names(missing)}"
         raise CheckpointError(problem, code="weight-files-missing", who=str(directory))
     return files
 

@@ -44,12 +44,12 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
     return result
 
 
-def listed_by_kind(found: Mapping[str, list[str]]) -> str:
+def list_by_kind(found: Mapping[str, list[str]]) -> str:
     """List the kinds of faults, each with the affected names; empty if there are none."""
-    return "; ".join(f"{kind}: {listed(names)}" for kind, names in found.items() if names)
+    return "; ".join(f"{kind}: {list_names(names)}" for kind, names in found.items() if names)
 
 
-def listed(names: list[str], limit: int = 20) -> str:
+def list_names(names: list[str], limit: int = 20) -> str:
     """List names for an error message: all of them, or the first ``limit``."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

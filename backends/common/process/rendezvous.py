@@ -18,7 +18,7 @@ from slime_like.plugins.options import load_option
 from slime_like.system.gpus import stay_near
 from slime_like.system.network import listen
 from slime_like.system.processes import keep_freed_memory
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.weights.transport import gpu_uuid
 
 
@@ -52,7 +52,7 @@ def join_world(trainer: TrainerConfig, placement: RankPlacement, cuda_backend: s
     parallel = trainer.parallel
     if placement.world_size != parallel.world_size:
         raise TrainerError(
-            f"the world has {counted(placement.world_size, 'rank')}, but tensor * pipeline * context * data is "
+            f"the world has {pluralize(placement.world_size, 'rank')}, but tensor * pipeline * context * data is "
             f"{parallel.world_size}",
             code="world-size",
             who=f"rank {placement.rank}",

@@ -17,7 +17,7 @@ from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.pack import move_together, response_tokens
 from slime_like.algorithms.segments import require_lengths, require_temperatures
-from slime_like.algorithms.softmax import are_in, padded
+from slime_like.algorithms.softmax import are_in, pad_supports
 from slime_like.trajectory import PackedTrajectory
 
 _Value = TypeVar("_Value")
@@ -51,7 +51,7 @@ class ResponseRows:
         of_tokens = response_tokens(pack)[shard.response_slot], temperatures[shard.response_slot]
         supports = None
         if pack.support_ids is not None and pack.support_sizes is not None:
-            supports = padded(pack.support_ids, pack.support_sizes, shard.response_slot)
+            supports = pad_supports(pack.support_ids, pack.support_sizes, shard.response_slot)
         teacher = None if pack.teacher_hidden is None else pack.teacher_hidden[shard.response_slot]
         if shard.parents is None:
             return cls(shard.response_index, *of_tokens, None, supports, teacher, pack.source)
@@ -92,7 +92,7 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
     require_lengths(pack.response_lens, pack.targets.numel())
     if pack.support_ids is not None and pack.support_sizes is not None:
         carrying = pack.loss_mask.nonzero()[:, 0]
-        supports = padded(pack.support_ids, pack.support_sizes, carrying)
+        supports = pad_supports(pack.support_ids, pack.support_sizes, carrying)
         if not are_in(supports, response_tokens(pack)[carrying]).all():
             raise rank_error(
                 "reading a micro-batch",

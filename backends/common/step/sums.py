@@ -47,7 +47,7 @@ class StepSums:
     def kls_of(self, sources: Iterable[str], replicas: dist.ProcessGroup) -> dict[str, float]:
         """Return the mean exact KL to the teacher of each source with tokens. Collective over the replicas."""
         zeros = LossSums.zeros(self.losses[0].device)
-        found: dict[str, Any] = {name: reduced_over_data(self.sums_of.get(name, zeros), replicas) for name in sources}
+        found: dict[str, Any] = {name: reduce_over_data(self.sums_of.get(name, zeros), replicas) for name in sources}
         return {name: float(sums.divergence / sums.num_tokens) for name, sums in found.items() if sums.num_tokens}
 
     def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def require_finite_norm(norm: float) -> None:
         )
 
 
-def reduced_over_data(sums: Sums, replicas: dist.ProcessGroup) -> Sums:
+def reduce_over_data(sums: Sums, replicas: dist.ProcessGroup) -> Sums:
     """Sum over data-parallel replicas. One replica's context ranks hold the same metrics and count once."""
     if replicas.size() == 1:
         return sums

@@ -121,7 +121,7 @@ class Trace(TorchDispatchMode):
         return self._replaced("counted", counted)
 
     @contextlib.contextmanager
-    def resizes_followed(self) -> Iterator[None]:
+    def follow_resizes(self) -> Iterator[None]:
         """Inside, count storages that are emptied and refilled with their current size."""
         storage_class: Any = torch.UntypedStorage
         original = storage_class.resize_

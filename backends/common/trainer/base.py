@@ -21,9 +21,9 @@ from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.objective import LOSSES_OF_HEADS
 from backends.common.step.packs import MicroBatch
 from backends.common.step.routes import Replay
-from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.step.sums import StepSums, reduce_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import StepOptimizer, TrainerState
-from slime_like.checks.packages import rejected_on_cuda
+from slime_like.checks.packages import cuda_problems
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.errors import ConfigError, TrainerError
@@ -158,7 +158,7 @@ class TrainerBase(TrainerBackend):
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
         mapped = self.config.engines_map_memory
         if on_cuda:
-            problems += rejected_on_cuda(self.config.model)
+            problems += cuda_problems(self.config.model)
             problems += allocator_problems(self.config.sync.transport, mapped, os.environ)
         if problems:
             raise ConfigError(problems)
@@ -246,7 +246,7 @@ class TrainerBase(TrainerBackend):
         figures = self._step.router_figures(len(self.dimensions.expert_layers), self.device)
         if self._step.sums is None:
             return None
-        sums = reduced_over_data(self._step.sums, self.replicas)
+        sums = reduce_over_data(self._step.sums, self.replicas)
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
         if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
             figures["source_kls"] = self._step.kls_of(sorted(self.config.distillation.teachers), self.replicas)

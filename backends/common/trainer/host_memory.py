@@ -41,7 +41,7 @@ class HostMemory:
     def take(self, nbytes: int) -> Tensor:
         """Take (nbytes,) uint8 with a storage of that size, so saving it writes nothing else."""
         start = self._used
-        self._used += rounded(nbytes)
+        self._used += round_up(nbytes)
         return self._memory.tensor(start, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def clear(self) -> None:
@@ -65,7 +65,7 @@ class HostCopies:
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Make contiguous copies of tensors on any device. Overwrites the previous copies."""
         sources = [tensor.detach() for tensor in tensors]
-        needed = sum(rounded(source.nbytes) for source in sources)
+        needed = sum(round_up(source.nbytes) for source in sources)
         if self._memory is None or needed > self._memory.nbytes:
             self.close()
             self._memory = HostMemory(needed)
@@ -99,7 +99,7 @@ class HostPool:
         for segment in self._segments:
             if (piece := segment.take(nbytes)) is not None:
                 return piece
-        segment = _Segment.of(max(self._segment_bytes, rounded(nbytes)))
+        segment = _Segment.of(max(self._segment_bytes, round_up(nbytes)))
         self._segments.append(segment)
         piece = segment.take(nbytes)
         assert piece is not None
@@ -132,7 +132,7 @@ class _Segment:
     def take(self, nbytes: int) -> Tensor | None:
         """Take a piece; ``None`` if no place is large enough."""
         self._collect()
-        needed = rounded(nbytes)
+        needed = round_up(nbytes)
         place = next((place for place, (start, end) in enumerate(self.free) if end - start >= needed), None)
         if place is None:
             return None
@@ -165,7 +165,7 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def rounded(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
     """Return the bytes that a piece of ``nbytes`` takes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -224,9 +224,9 @@ class HostOffload:
 
     def _places(self, storages: list[UntypedStorage]) -> Iterator[Tensor]:
         """Yield room in host memory for each storage."""
-        left = sum(rounded(storage.nbytes()) for storage in storages)
+        left = sum(round_up(storage.nbytes()) for storage in storages)
         for storage in storages:
-            needed = rounded(storage.nbytes())
+            needed = round_up(storage.nbytes())
             arena = next((arena for arena in self._arenas if arena.free >= needed), None)
             if arena is None:
                 arena = HostMemory(left)

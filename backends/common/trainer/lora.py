@@ -61,7 +61,7 @@ def block_diagonal(b: Tensor, owner: Tensor) -> Tensor:
     return (owner[:, :, None] * b[:, None, :]).flatten(1)
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, owner: Tensor, scale: float) -> Tensor:
+def merge_lora(weight: Tensor, a: Tensor, b: Tensor, owner: Tensor, scale: float) -> Tensor:
     """Return the weight, (out, in), plus its factors' scaled product, computed in float32 and rounded once."""
     product = block_diagonal(b.float(), owner.float()) @ a.float()
     return torch.add(weight.float(), product, alpha=scale).to(weight.dtype)

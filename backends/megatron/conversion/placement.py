@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
-from backends.common.process.agreement import listed, together
+from backends.common.process.agreement import list_names, together
 from backends.common.trainer.state import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
@@ -87,7 +87,7 @@ class PlacedParameter:
         if covered != self.parameter.numel() and not (self.rule.transform.pads and covered >= 0):
             raise CheckpointError(
                 f"parameter {self.name} has shape {list(actual)}, but rank {self.tp.rank} of {self.tp.size} needs "
-                f"{list(wanted)} to hold {listed(self.source_names())}",
+                f"{list(wanted)} to hold {list_names(self.source_names())}",
                 code="model-differs-from-config",
                 remedy="the model and its config.json differ",
             )
@@ -111,7 +111,7 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
             placements.append(placement)
     if unknown:
         raise CheckpointError(
-            f"parameters that no rule of family {dimensions.family} covers: {listed(unknown)}",
+            f"parameters that no rule of family {dimensions.family} covers: {list_names(unknown)}",
             code="no-conversion-rule",
             remedy="add rules in backends/megatron/families",
         )
@@ -222,7 +222,7 @@ def _require_all_used(placements: Sequence[PlacedParameter], dimensions: ModelDi
     unused = [name for name, mark in zip(names, used.tolist(), strict=True) if not mark]
     if unused:
         raise CheckpointError(
-            f"no parameter of any rank takes {listed(unused)}",
+            f"no parameter of any rank takes {list_names(unused)}",
             code="model-differs-from-config",
             remedy="the model was built without the modules they belong to",
         )

@@ -25,7 +25,7 @@ from backends.megatron.families import MegatronFamily
 from backends.megatron.families.rules import NORMS, OUTER, Rule, feed_forward, hf, layer_rule
 from backends.megatron.families.transforms import Replicated, Split, Transform
 from backends.megatron.norm import RMSNorm
-from backends.megatron.versions import AsSpecified, Patch, applied
+from backends.megatron.versions import AsSpecified, Patch, apply_patches
 from slime_like.checks.packages import has_transformer_engine
 from slime_like.models.dimensions import ModelDimensions
 
@@ -45,7 +45,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # Megatron mistakes the module that wraps the package for the package, and fails if it is not installed.
         installed = multi_latent_attention.HAVE_TE and has_transformer_engine()
-        with applied(Patch(multi_latent_attention, "HAVE_TE", installed)):
+        with apply_patches(Patch(multi_latent_attention, "HAVE_TE", installed)):
             super().__init__(*arguments, **options)
 
     def get_query_key_value_tensors(

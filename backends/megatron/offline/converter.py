@@ -17,12 +17,12 @@ from backends.common.hugging_face.conversion import (
     FileJob,
     common_dtype,
     fingerprint,
-    refused_by_disk,
+    translate_disk_errors,
 )
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, in_files
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import list_names
 from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.placement import open_checked
 from backends.megatron.families import family_of
@@ -131,7 +131,7 @@ def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conversi
     mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
     if mixed:
         raise CheckpointError(
-            f"tensors of one kind have different types: {listed(sorted(mixed))} and others",
+            f"tensors of one kind have different types: {list_names(sorted(mixed))} and others",
             code="mixed-dtypes",
             who=str(checkpoint.directory),
             remedy="give --dtype",
@@ -183,11 +183,11 @@ class _ToMegatron(Conversion[RankPlan]):
 
 def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial, parameters = work.partial, [parameter for job in jobs for parameter in job.content.parameters]
-    with refused_by_disk(partial.path):
+    with translate_disk_errors(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
     files, reused = work.write_files(jobs, report)
     dtype = common_dtype([(parameter.dtype, parameter.nbytes) for parameter in parameters])
-    with refused_by_disk(partial.path):
+    with translate_disk_errors(partial.path):
         write_index(
             partial.path / WEIGHTS,
             [(Path(job.name).name, _entries(job.content), files[job.name].pieces) for job in jobs],

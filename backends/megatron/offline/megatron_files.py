@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.integrity import ByteRange, Checksums, ChecksumStream, VerifyingReader, damaged
+from backends.common.checkpoint.integrity import ByteRange, Checksums, ChecksumStream, VerifyingReader, damage_error
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief
-from backends.common.process.agreement import listed_by_kind
+from backends.common.process.agreement import list_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.families.transforms import Shape
 from backends.megatron.offline.plan import ParameterPlan
@@ -114,7 +114,7 @@ class MegatronCheckpoint:
         try:
             metadata = VerifyingReader(self.directory, self._checksums).read_metadata()
         except UNREADABLE as error:
-            raise damaged(self.directory, f".metadata cannot be read: {type(error).__name__}") from error
+            raise damage_error(self.directory, f".metadata cannot be read: {type(error).__name__}") from error
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
@@ -138,7 +138,7 @@ class MegatronCheckpoint:
         }
         if any(problems.values()):
             raise CheckpointError(
-                f"the tensors do not match the model's config.json; {listed_by_kind(problems)}",
+                f"the tensors do not match the model's config.json; {list_by_kind(problems)}",
                 code="checkpoint-of-another-model",
                 who=str(self.directory),
                 remedy="give the --model.path that wrote it",
@@ -172,7 +172,7 @@ class MegatronCheckpoint:
             for entry in plan.entries(values):
                 self._read_into(entry)
         except UNREADABLE as error:
-            raise damaged(self.directory, f"{plan.key}: {brief(error)}") from error
+            raise damage_error(self.directory, f"{plan.key}: {brief(error)}") from error
         return values
 
     def _read_into(self, entry: ShardedTensor) -> None:
@@ -188,7 +188,7 @@ class MegatronCheckpoint:
             _within(target, item.dest_offsets, item.lengths).copy_(part)
             copied += part.numel()
         if copied != wanted:
-            raise damaged(self.directory, f"{entry.key}: {copied} of {wanted} elements are stored")
+            raise damage_error(self.directory, f"{entry.key}: {copied} of {wanted} elements are stored")
 
     def _load(self, index: MetadataIndex) -> Tensor:
         info = self._storage[index]
@@ -198,7 +198,7 @@ class MegatronCheckpoint:
         self._checksums.verify_bytes(content, info.relative_path, info.offset)
         tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if tensor.dtype != (dtype := self._tensors[index.fqn].properties.dtype):
-            raise damaged(self.directory, f"{index.fqn}: a piece is {tensor.dtype}, not {dtype}")
+            raise damage_error(self.directory, f"{index.fqn}: a piece is {tensor.dtype}, not {dtype}")
         return tensor
 
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
-from backends.common.process.agreement import listed
+from backends.common.process.agreement import list_names
 from backends.megatron.conversion.placement import PlacedParameter, named_weights, place_lora_weights, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Shape
@@ -123,7 +123,7 @@ def require_exactly_once(plans: Sequence[RankPlan], shapes: Mapping[str, Shape])
     wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]
     wrong += [key for key, spans in stored.items() if not _fill(spans, torch.Size(sizes[key]).numel())]
     if wrong:
-        problem = f"tensors with elements that have no place, or two: {listed(sorted(wrong))}"
+        problem = f"tensors with elements that have no place, or two: {list_names(sorted(wrong))}"
         raise CheckpointError(problem, code="no-conversion-rule")
 
 

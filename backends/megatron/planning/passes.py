@@ -19,7 +19,7 @@ from backends.megatron import router
 from backends.megatron.activations import ActivationOffload, OffloadedTensor
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
-from backends.megatron.versions import Patch, applied
+from backends.megatron.versions import Patch, apply_patches
 from slime_like.config import TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
@@ -130,7 +130,7 @@ class Passes:
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
         """Score ``pack``, then train on it, with one chunk."""
-        with applied(*_even_routes()), self._trace.head_labelled(), self._trace:
+        with apply_patches(*_even_routes()), self._trace.head_labelled(), self._trace:
             before = self._trace.restart()
             with torch.no_grad():
                 self._forward(chunk, wrapped, self._builder.build([pack])[0])

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from slime_like.config.base import CONFLICT, known
+from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields, sections, value_text
 from slime_like.config.reading.problems import describe
@@ -90,7 +90,7 @@ def _others(
     rest = config.without(*unknown, *(one.field for one in problems if one.field and one.code != CONFLICT))
     conflicts = [Problem(CONFLICT, text, field_of(text)) for text in rest.all_conflicts()]
     shown = set(map(str, problems))
-    yield from (one for one in [*conflicts, *known(more, rest)] if str(one) not in shown)
+    yield from (one for one in [*conflicts, *until_invalid(more, rest)] if str(one) not in shown)
 
 
 def _take_auto(data: Any, keys: Sequence[str]) -> bool:

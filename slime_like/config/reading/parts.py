@@ -62,7 +62,7 @@ class PartDocs:
                 yield f"{option.name} is missing, which {self.name} needs; set it"
 
 
-def documented(name: str, place: str) -> PartDocs:
+def read_part(name: str, place: str) -> PartDocs:
     """Read the part at ``module:attribute``, or the module without an attribute."""
     module, _, attribute = place.partition(":")
     node = _found(module, attribute)

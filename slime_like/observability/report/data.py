@@ -16,7 +16,7 @@ from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE, Row
 from slime_like.plugins.objective import DEMONSTRATION_LOSSES
 from slime_like.system.disk import end_of_file
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 CONFIG_FILE = "config.yaml"
 # A page with more rows is slow to open. People look for the newest ones.
@@ -116,14 +116,14 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     axes = {short: sizes.get(axis, 1) for short, axis in _AXES.items()}
     layout = " x ".join(f"{short}{size}" for short, size in axes.items())
     expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
-    layout = _join(trainer.get("backend"), f"{layout}{expert} ({counted(prod(axes.values()), 'rank')})")
+    layout = _join(trainer.get("backend"), f"{layout}{expert} ({pluralize(prod(axes.values()), 'rank')})")
     entries = [("model", _join(model.get("path"), model.get("dtype"))), ("trainer", layout)]
     loss, advantage, kl = (algorithm.get(part, {}) for part in ("loss", "advantage", "kl"))
     if loss.get("name") in DEMONSTRATION_LOSSES:
         return [*entries, ("objective", f"{loss['name']} (supervised: no engine, no reward)")]
     objective = _join(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
-    engines = f"{counted(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
+    engines = f"{pluralize(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
     return [*entries, ("objective", objective), ("engine", _join(rollout.get("engine"), engines, sampling))]
 
 
@@ -140,13 +140,13 @@ def _results(run: RunData) -> list[tuple[str, str]]:
     if rewards:
         window = min(metrics.smoothing_window(len(rewards)), len(rewards))
         means = metrics.running_mean(rewards, window)
-        text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {counted(window, 'step')})"
-        short = f"{means[-1]:.3f} (of {counted(window, 'step')})"
+        text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {pluralize(window, 'step')})"
+        short = f"{means[-1]:.3f} (of {pluralize(window, 'step')})"
         entries.append(("mean reward", text if len(rewards) > window else short))
     entries.append(("scoring failures", _scoring_failures(run)))
     bad = run.non_finite_steps(LOSS)
     if bad:
-        entries.append(("loss", f"NaN or infinite at {counted(len(bad), 'step')}, first at step {bad[0]}"))
+        entries.append(("loss", f"NaN or infinite at {pluralize(len(bad), 'step')}, first at step {bad[0]}"))
     return entries
 
 
@@ -157,7 +157,7 @@ def _scoring_failures(run: RunData) -> str:
         failed = {step: round(number) for step, number in run.by_step(name).items() if number > 0}
         if failed:
             first = f"first at step {min(failed)}"
-            parts.append(f"{counted(sum(failed.values()), what)} in {counted(len(failed), when)}, {first}")
+            parts.append(f"{pluralize(sum(failed.values()), what)} in {pluralize(len(failed), when)}, {first}")
     return "; ".join(parts)
 
 

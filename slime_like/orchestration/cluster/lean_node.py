@@ -25,7 +25,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.orchestration.cluster.ray_session import create_token
-from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, as_stopped
+from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, stopped_process
 
 _LOOPBACK = "127.0.0.1"
 _GCS_START_S = "60"
@@ -221,11 +221,11 @@ class DaemonWatch:
             for info in self._node.all_processes.get(kind, []):
                 with suppress(psutil.NoSuchProcess):
                     daemon = psutil.Process(info.process.pid)
-                    if found := as_stopped(daemon, "this host", f"Ray's {kind}"):
+                    if found := stopped_process(daemon, "this host", f"Ray's {kind}"):
                         yield found
                     # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
                     for child in daemon.children():
                         with suppress(psutil.NoSuchProcess):  # a child that ended must not hide its siblings
                             if _AGENT in " ".join(child.cmdline()):
-                                agent = as_stopped(child, "this host", "Ray's runtime_env_agent")
+                                agent = stopped_process(child, "this host", "Ray's runtime_env_agent")
                                 yield from filter(None, [agent])

@@ -24,7 +24,7 @@ from slime_like.orchestration.cluster.bundles import (
     pieces_of,
 )
 from slime_like.system.interrupts import raise_if_interrupted
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 _LOOK_EVERY_S = 0.5
 _PIN = 0.001
@@ -152,8 +152,8 @@ class Placement:
         if there < needed:
             lower = "lower trainer.parallel or rollout.num_engines, or share devices with cluster.placement=colocated"
             raise SlimeLikeError(
-                f"needs {counted(needed, self.device)} ({counted(self._num_ranks, 'trainer rank')}, {self._bundles}), "
-                f"has {there}",
+                f"needs {pluralize(needed, self.device)} ({pluralize(self._num_ranks, 'trainer rank')}, "
+                f"{self._bundles}), has {there}",
                 code="too-few-devices",
                 who="cluster",
                 remedy="add nodes, " + (lower if len(self._sizes) > self._num_ranks else "or lower trainer.parallel"),

@@ -75,7 +75,7 @@ class Answers(Generic[_Answer]):
             raise_if_interrupted()
             if ready:
                 name = waiting.pop(ready[0])
-                values[ready[0]] = one(ready[0], name, phase=self.phase, timeout_s=bound, error=self.error)
+                values[ready[0]] = fetch(ready[0], name, phase=self.phase, timeout_s=bound, error=self.error)
                 left(list(waiting.values()))
                 continue
             self.watch()
@@ -94,7 +94,7 @@ class Answers(Generic[_Answer]):
         ended, running = ray.wait(asked, num_returns=len(asked), timeout=0)
         for name, reference in self.references.items():
             if reference in ended:
-                one(reference, name, phase=self.phase, error=self.error)
+                fetch(reference, name, phase=self.phase, error=self.error)
         return not running
 
 
@@ -180,7 +180,7 @@ class ActorGroup:
                     if (answer := asked.get(name)) is not None:
                         if not ray.wait([answer], timeout=0)[0]:
                             continue
-                        one(answer, name, phase=phase, error=self._error)
+                        fetch(answer, name, phase=phase, error=self._error)
                     asked[name] = actor.__ray_ready__.remote()
 
         return check
@@ -202,7 +202,7 @@ def end_actors(actors: Sequence[Any], references: Sequence[Any], timeout_s: floa
         ray.kill(actor)
 
 
-def one(
+def fetch(
     reference: Any, name: str, *, phase: str, timeout_s: float = _READY_TIMEOUT_S, error: type[SlimeLikeError]
 ) -> Any:
     """Fetch the value of one reference, ready unless a bound is given, or raise a sentence about the failure."""
@@ -213,7 +213,7 @@ def one(
     except RayTaskError as cause:
         original = cause.cause
         if isinstance(original, SlimeLikeError):  # keep the class, so exit code and remedy survive
-            raise located(original, name, phase) from cause
+            raise locate_error(original, name, phase) from cause
         what = f"{type(original).__name__}: {_first_line(original)}"
         raise error(f"{name} failed while {phase}: {what}", code="worker-failed") from cause
     except RayActorError as cause:
@@ -229,7 +229,7 @@ def one(
         raise error(f"{name} failed while {phase}: {_first_line(cause)}", code="worker-failed") from cause
 
 
-def located(original: _Error, name: str, phase: str) -> _Error:
+def locate_error(original: _Error, name: str, phase: str) -> _Error:
     """Return the same error with who was doing what."""
     if name in str(original) or isinstance(original, ConfigError):  # ConfigError names fields already
         return original

@@ -61,14 +61,14 @@ def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopp
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(worker)
             family = [process, *process.children(recursive=True)]
-            found += [stopped for each in family if (stopped := as_stopped(each, node))]
+            found += [stopped for each in family if (stopped := stopped_process(each, node))]
     for stopped in found:
         if stopped in end:
             stopped.kill()
     return found
 
 
-def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> Stopped | None:
+def stopped_process(process: psutil.Process, node: str, role: str | None = None) -> Stopped | None:
     """Return the process if it is stopped; by default, its role is the name of its log."""
     with suppress(psutil.NoSuchProcess):
         if process.status() == psutil.STATUS_STOPPED:

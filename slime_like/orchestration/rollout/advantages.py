@@ -22,7 +22,7 @@ from slime_like.config.roles import REFERENCE, TEACHER
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
-from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans, whitened
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans, whiten
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.plugins.resolve import format_error, naming
@@ -84,7 +84,7 @@ class Advantages:
         if self._critic is not None and values is None:
             return {row.sequence_id: torch.zeros(()) for row in rows}
         found = self._of_rows(rollouts, self._given(rollouts, rewards, totals, values), totals, step, extra)
-        return whitened(rows, found) if self._algorithm.whiten else found
+        return whiten(rows, found) if self._algorithm.whiten else found
 
     def _given(
         self,
@@ -180,7 +180,7 @@ class Advantages:
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
         return advantages
 
-    def penalise_kl(
+    def penalize_kl(
         self, policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], step: int, coefficient: float
     ) -> float:
         """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage,
@@ -246,7 +246,9 @@ class Advantages:
         return found
 
 
-def distil(policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> dict[str | None, float]:
+def distill(
+    policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], coefficient: float
+) -> dict[str | None, float]:
     """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
     trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
 
@@ -324,7 +326,7 @@ def require_group_scope(name: str) -> None:
         )
 
 
-def normalise_importance(algorithm: AlgorithmConfig, policy: ModelRanks, rows: Sequence[ScoredTrajectory]) -> None:
+def normalize_importance(algorithm: AlgorithmConfig, policy: ModelRanks, rows: Sequence[ScoredTrajectory]) -> None:
     """Have trainers divide importance weights by the batch's mean. The batch must be loaded and scored.
 
     Raises:

@@ -17,7 +17,7 @@ from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.models.tokenization import decoded
+from slime_like.models.tokenization import decode_exactly
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.requests import routes_per_token
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
@@ -144,7 +144,7 @@ class AgentRollouts:
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = decoded(self._tokenizer, request.prompt.token_ids)
+        prompt = decode_exactly(self._tokenizer, request.prompt.token_ids)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 

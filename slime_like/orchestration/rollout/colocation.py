@@ -6,7 +6,7 @@ from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 
-class Turns:
+class DeviceSwitch:
     """Turns on devices. Each method runs before a phase, and returns after the move.
 
     A shared device never holds optimizer state and KV cache at the same time. A sync hands over: gradients and

@@ -12,7 +12,7 @@ from slime_like.agents.responses import ResponseForm
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
-from slime_like.models.tokenization import decoded
+from slime_like.models.tokenization import decode_exactly
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.observations import ObservationEncoder
 from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome
@@ -123,7 +123,9 @@ class Conversations:
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
         prompt = request.prompt
-        task = Task(decoded(self._form.tokenizer, prompt.token_ids), request.task.answer, dict(request.task.fields))
+        task = Task(
+            decode_exactly(self._form.tokenizer, prompt.token_ids), request.task.answer, dict(request.task.fields)
+        )
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
             room = request.sampling.max_new_tokens - response.length

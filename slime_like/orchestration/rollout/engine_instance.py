@@ -16,7 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import EngineHealth, Generation, GenerationRequest, RequestBatch
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import one
+from slime_like.orchestration.cluster.ray_calls import fetch
 from slime_like.orchestration.rollout.engine_actor import EngineActor, EngineNodeOptions
 
 _HEALTH_TIMEOUT_S = 15.0
@@ -118,7 +118,7 @@ class EngineCall:
         if not self.answer.done():
             raise engine.death or EngineError("the engine was lost", code="engine-died", who=engine.name)
         if self.reference is not None and self.answer.exception() is not None:
-            one(self.reference, engine.name, phase="generating", error=EngineError)
+            fetch(self.reference, engine.name, phase="generating", error=EngineError)
         return self.answer.result()
 
 

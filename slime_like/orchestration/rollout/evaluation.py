@@ -20,7 +20,7 @@ from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.sandbox.rewards.registry import required_of_rows
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.trajectory import UnscoredTrajectory
 
 
@@ -64,7 +64,7 @@ class Evaluator:
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
         if failures := [outcome.metadata for outcome in outcomes if outcome.failed]:
-            what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
+            what = f"scoring failed for {len(failures)} of {pluralize(len(outcomes), 'response')}"
             progress.note(f"evaluation: {what} ({failure_text(failures)}); they are neither right nor wrong")
         remaining = iter(outcomes)
         samples = [[(rollout, next(remaining)) for rollout in rollouts_of(group.trajectories)] for group in groups]

@@ -21,7 +21,7 @@ from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, failure_text
 from slime_like.orchestration.rollout.staleness import StalenessGate
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.trajectory import ScoredTrajectory
 
 GENERATE, REWARD, REWARDED, SCORE, READY = "generate", "reward", "rewarded", "score", "ready"
@@ -86,7 +86,7 @@ class StepFailures:
         failed = len(self.failures)
         if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
             raise RewardError(
-                f"{failed} of {counted(self.rollouts, 'rollout')} for one step failed "
+                f"{failed} of {pluralize(self.rollouts, 'rollout')} for one step failed "
                 f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}",
                 code="too-many-failures",
                 remedy="correct what failed, or raise the fraction",

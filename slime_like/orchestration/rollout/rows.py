@@ -85,7 +85,7 @@ def trained_spans(loss_mask: Tensor) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def whiten(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return advantages with mean 0 and sample standard deviation 1 over all tokens that carry loss, 0 elsewhere.
 
     Without a spread, all are 0.

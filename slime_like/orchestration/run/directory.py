@@ -21,7 +21,7 @@ from slime_like.observability.progress import DRIVER_LOG
 from slime_like.orchestration.reference.refresh import REFERENCE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, newest_whole
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -144,7 +144,7 @@ class RunDirectory:
         if has_finished and self._lies_here(checkpoint):
             is_fixed = self._config.trainer.optimizer.depends_on_length
             with_override = " with checkpoint.override: [schedule]" if is_fixed else ""
-            problem = f"the run in {self._path} has finished {counted(checkpoint.step, 'step')}"
+            problem = f"the run in {self._path} has finished {pluralize(checkpoint.step, 'step')}"
             remedy = f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
             raise ConfigError(f"steps={self._config.steps}: {problem}; {remedy}")
         may_change = "schedule" in self._config.checkpoint.override

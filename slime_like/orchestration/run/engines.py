@@ -16,7 +16,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.batcher import request_tokens
@@ -86,7 +86,7 @@ def start_engines(
     models: Mapping[str, ModelRanks],
     progress: Progress,
     set_up_trained: Callable[[], None],
-) -> tuple[Engines, RewardPool, list[RoleQueue], Turns]:
+) -> tuple[Engines, RewardPool, list[RoleQueue], DeviceSwitch]:
     """Set up models, engines and reward workers. All ranks have been launched.
 
     All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
@@ -111,10 +111,10 @@ def start_engines(
     ) as waiting:
         pools = _role_pools(stack, workers, waiting.left)
     if not colocated:
-        return engines, rewards, pools, Turns()
+        return engines, rewards, pools, DeviceSwitch()
     engines.sleep(keep_weights=False)  # the first sync follows
     policy.onload()
-    return engines, rewards, pools, Turns((policy, engines))
+    return engines, rewards, pools, DeviceSwitch((policy, engines))
 
 
 def _role_pools(

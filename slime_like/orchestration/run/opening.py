@@ -27,7 +27,7 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
@@ -114,7 +114,7 @@ def _without_engines(base: _Base, source: Source, *notes: str) -> Run:
     placed = base.place("starting Ray and trainers", *notes)
     placed.launch()
     placed.set_up_trained()
-    return placed.run(source, Turns())
+    return placed.run(source, DeviceSwitch())
 
 
 def _open_rl(base: _Base) -> Run:
@@ -262,7 +262,7 @@ class _Placed:
             with self.progress.waiting(f"{model.name} ranks", len(model)) as waiting, model.on_devices(starts=True):
                 model.setup(waiting.left)
 
-    def run(self, source: Source, devices: Turns, pools: Sequence[RoleQueue] = ()) -> Run:
+    def run(self, source: Source, devices: DeviceSwitch, pools: Sequence[RoleQueue] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
         base, config = self.base, self.base.config
         interval = config.reference.update_interval if REFERENCE in config.roles else None

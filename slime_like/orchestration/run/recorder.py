@@ -22,7 +22,7 @@ from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.statistics import GRPOStats
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.trajectory import ScoredTrajectory
 
 # Reading memory from every rank costs a round trip, and peaks rarely change.
@@ -250,14 +250,17 @@ class ScoringFailures:
         is_power_of_two = self._failed_steps & (self._failed_steps - 1) == 0
         if not (is_power_of_two or new):
             return None
-        share = f"{len(failed)} of {counted(len(metadata), 'response')} ({failure_text(failed)})"
+        share = f"{len(failed)} of {pluralize(len(metadata), 'response')} ({failure_text(failed)})"
         return f"step {step}, reward: scoring failed for {share}; {by_outcome(failed)}"
 
     def at_end(self) -> str | None:
         """Return a note about all recorded steps if any had a failure."""
         if not self._all:
             return None
-        share, reasons = f"{len(self._all)} of {counted(self._responses, 'response')}", [e["reason"] for e in self._all]
+        share, reasons = (
+            f"{len(self._all)} of {pluralize(self._responses, 'response')}",
+            [e["reason"] for e in self._all],
+        )
         return f"all steps: scoring failed for {share} ({by_reason(reasons)}); {by_outcome(self._all)}"
 
 
@@ -273,7 +276,7 @@ def program_failures(step: int, metadata: Sequence[Mapping[str, Any]]) -> str | 
     if not ends or len(ends) < len(metadata):
         return None
     first = f"exit code {ends[0]['exit_code']}: {ends[0]['output']}"
-    return f"step {step}, rollout.agent: all {counted(len(ends), 'program')} failed (first: {first})"
+    return f"step {step}, rollout.agent: all {pluralize(len(ends), 'program')} failed (first: {first})"
 
 
 def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from slime_like.config.roles import POLICY
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
 from slime_like.orchestration.run.sources import Source
 from slime_like.orchestration.trainer.checkpoint import CheckpointStore
@@ -34,7 +34,7 @@ class Run:
     decode: Callable[[Sequence[int]], str]
     source: Source
     models: Mapping[str, ModelRanks]
-    devices: Turns
+    devices: DeviceSwitch
     reference: Reference
     kl_reward: KLCoefficient
     checkpoints: CheckpointStore

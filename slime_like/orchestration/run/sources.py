@@ -15,7 +15,7 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import PhaseClock
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
@@ -150,7 +150,7 @@ class SampledGroups(Source):
 
     _report: SyncReport
 
-    def __init__(self, groups: Groups, devices: Turns, sync: WeightSync, evaluator: Evaluator | None) -> None:
+    def __init__(self, groups: Groups, devices: DeviceSwitch, sync: WeightSync, evaluator: Evaluator | None) -> None:
         self._groups = groups
         self._devices = devices
         self._sync = sync

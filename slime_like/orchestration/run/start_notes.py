@@ -10,7 +10,7 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 
 
 def data_notes(
@@ -22,11 +22,11 @@ def data_notes(
         share = f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%})"
         yield f"{share} are longer than data.max_prompt_tokens={max_prompt_tokens} and are left out"
     if rows < wanted:
-        yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
+        yield f"{pluralize(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
     for name, held_out in (datasets or {}).items():
         if shared := prompts.num_shared(held_out):
             different = len({tuple(prompt.input.token_ids) for prompt in held_out})
-            yield f"{shared} of {counted(different, 'held-out prompt')} of {name} are also in the training data"
+            yield f"{shared} of {pluralize(different, 'held-out prompt')} of {name} are also in the training data"
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
@@ -41,7 +41,7 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             yield "this model's experts have no factors (model.lora), so they stay as they are"
     updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
-        problem = f"is longer than the run ({counted(updates, 'update')}), which never reaches the learning rate"
+        problem = f"is longer than the run ({pluralize(updates, 'update')}), which never reaches the learning rate"
         yield f"trainer.optimizer.warmup_steps={warmup} {problem}"
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
         remedy = "set checkpoint.every (0 if this is intended)"

@@ -15,7 +15,7 @@ from slime_like.config.roles import CRITIC
 from slime_like.observability.names import scoring_metrics, source_kls
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.cluster.ray_calls import Answers
-from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
+from slime_like.orchestration.rollout.advantages import Advantages, distill, normalize_importance
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.model_ranks import present
@@ -113,12 +113,12 @@ def apply_penalties(
         return metrics
     with clock.phase("score"):
         if coefficient > 0 and not config.algorithm.needs_critic:  # which applies the KL at each token
-            metrics |= _adapt_kl(run, Advantages(config).penalise_kl(policy, trajectories, step, coefficient))
+            metrics |= _adapt_kl(run, Advantages(config).penalize_kl(policy, trajectories, step, coefficient))
         if config.distillation.sampled_coef > 0:
-            kls = distil(policy, trajectories, config.distillation.coef)
+            kls = distill(policy, trajectories, config.distillation.coef)
             metrics |= {"train_actor_training/distillation_kl": kls.pop(None)} | source_kls([kls])
         if config.algorithm.importance.normalize:
-            normalise_importance(config.algorithm, policy, trajectories)
+            normalize_importance(config.algorithm, policy, trajectories)
         if config.algorithm.chooses_tokens:
             _choose_tokens(run, trajectories, step)
     return metrics

@@ -21,7 +21,7 @@ from slime_like.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.system.words import counted
+from slime_like.system.words import pluralize
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory
 
 Window = list[list[PackedTrajectory]]
@@ -119,7 +119,7 @@ class ExperienceBatcher:
         counts, groups, rollouts = _loss_tokens(minibatch)
         if not any(counts):
             raise SlimeLikeError(
-                f"no token of {counted(len(counts), 'sample')} carries loss",
+                f"no token of {pluralize(len(counts), 'sample')} carries loss",
                 code="no-loss-tokens",
                 who="optimizer step",
                 remedy="check that answers are not empty and that agents call the model",
@@ -272,7 +272,7 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
     groups = list(by_group.values())
     if len(groups) < parts:
         raise DataError(
-            f"{counted(len(groups), 'group')} cannot be split into algorithm.minibatches={parts}",
+            f"{pluralize(len(groups), 'group')} cannot be split into algorithm.minibatches={parts}",
             code="too-few-groups",
             remedy="lower algorithm.minibatches",
         )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from slime_like.interfaces.reward import RewardResult, group_reward
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match, with_opening
-from slime_like.system.words import boxed
+from slime_like.system.words import extract_boxed
 
 Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
@@ -116,7 +116,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     if wanted is None:
         raise ValueError(f"the answer {answer[:40]!r} is not a letter from A to J")
     said = after_thinking(response, prompt)
-    chosen = boxed(said)
+    chosen = extract_boxed(said)
     if chosen is None:
         chosen = (_ANSWER.findall(said) or [said])[-1]
     letter = _LETTER.fullmatch(chosen)
@@ -243,7 +243,7 @@ def majority(
 
 
 def _final_answer(response: str, require_answer: bool) -> str | None:
-    box, numbers = boxed(response), _PLAIN_NUMBER.findall(response)
+    box, numbers = extract_boxed(response), _PLAIN_NUMBER.findall(response)
     if box is not None:
         return _plain(_FRACTION.sub(r"\1/\2", "".join(box.split())))
     if numbers:

@@ -15,7 +15,7 @@ from typing import Any
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.answers import any_answer
 from slime_like.sandbox.rewards.response_parts import after_thinking
-from slime_like.system.words import boxed
+from slime_like.system.words import extract_boxed
 
 # Both functions would warn that their alarm is off. The pool bounds the time instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -85,7 +85,7 @@ def math_verify(
 
 
 def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic: bool) -> str | None:
-    box = boxed(response)
+    box = extract_boxed(response)
     if require_boxed and (box is None or "\\boxed" not in response):
         return "not boxed"
     if _depth(response) > _MAX_DEPTH:

@@ -20,8 +20,21 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
 from slime_like.interfaces import Manifest, load_engine
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.verification.engine.interruptions import interrupted, routes, routes_amid_update, updated_amid
-from slime_like.verification.engine.subject import COLD, TOKENS, ClaimFailed, DrivenEngine, Reference, Subject, started
+from slime_like.verification.engine.interruptions import (
+    interrupted_requests,
+    routes,
+    routes_amid_update,
+    update_while_generating,
+)
+from slime_like.verification.engine.subject import (
+    COLD,
+    TOKENS,
+    ClaimFailed,
+    DrivenEngine,
+    ReferenceModel,
+    Subject,
+    start_engine,
+)
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
 """Minimum ``Reference.gap`` of the most affected logprobs before and after a tensor's change."""
@@ -154,7 +167,7 @@ def _over_support(
 
 def abort_and_pause(subject: Subject) -> float:
     """An aborted request returns its tokens so far, and a frozen one next to a canceled one resumes."""
-    gap = max(subject.gap(prompt, generation, COLD) for prompt, generation in interrupted(subject))
+    gap = max(subject.gap(prompt, generation, COLD) for prompt, generation in interrupted_requests(subject))
     return _bounded(subject, gap, "logprobs after abort or pause")
 
 
@@ -179,7 +192,7 @@ def update_amid_requests(subject: Subject) -> float:
     the caller pauses the engine."""
     gaps = []
     for pauses in (False, True):
-        prompt, generation, before = updated_amid(subject, pauses)
+        prompt, generation, before = update_while_generating(subject, pauses)
         new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
         subject.swap()
         old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
@@ -334,10 +347,10 @@ def verify_engine(config: RunConfig) -> Iterator[Verdict]:
         algorithm = config.algorithm.model_copy(update={"routing_replay": "rollout"})
         config = config.model_copy(update={"algorithm": algorithm})
     engine = kind(config, 0)
-    with started(engine) as loop:
+    with start_engine(engine) as loop:
         driven = DrivenEngine(engine, loop)
         try:
-            reference = Reference(config.model.path, config.model.dtype)
+            reference = ReferenceModel(config.model.path, config.model.dtype)
             subject = Subject(driven, reference, _others(reference.weights), _prompts(config.model.path), routed)
             yield from (_tried(claim, subject) for claim in CLAIMS)
         finally:

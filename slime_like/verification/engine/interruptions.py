@@ -14,7 +14,7 @@ from slime_like.verification.engine.subject import TOKENS, ClaimFailed, Subject
 _ATTEMPTS = 12
 
 
-def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
+def interrupted_requests(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
     """Yield prompt and response of a request that a pause aborted, and of one that it froze."""
     engine = subject.engine
 
@@ -46,7 +46,7 @@ def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
     yield prompt, whole
 
 
-def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation, int]:
+def update_while_generating(subject: Subject, pauses: bool) -> tuple[list[int], Generation, int]:
     """Update to the other weights amid a response, and switch the reference to them.
 
     Args:
@@ -108,7 +108,7 @@ def routes(subject: Subject) -> float | None:
         options: dict[str, Any] = {"max_new_tokens": TOKENS, "num_samples": 2, "ignore_eos": True}
         answers = subject.engine.generate_all([subject.engine.request(prompt, **options) for prompt in prompts])
         found += [(prompt, each) for prompt, answer in zip(prompts, answers, strict=True) for each in answer]
-    found += interrupted(subject)
+    found += interrupted_requests(subject)
     wrong = [_wrong(each, subject.reference.routes(prompt, each.token_ids)) for prompt, each in found]
     return _bounded(subject, np.concatenate(wrong))
 
@@ -117,7 +117,7 @@ def routes_amid_update(subject: Subject) -> float | None:
     """After an update amid a response, tokens that the old weights read keep their routes."""
     if not subject.routed:
         return None
-    prompt, generation, before = updated_amid(subject, pauses=False)
+    prompt, generation, before = update_while_generating(subject, pauses=False)
     new = subject.reference.routes(prompt, generation.token_ids)
     subject.swap()
     old = subject.reference.routes(prompt, generation.token_ids)

@@ -117,7 +117,7 @@ class DrivenEngine:
 
 
 @contextmanager
-def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
+def start_engine(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
     """Start the engine, and yield its event loop. When the block ends, tasks that are left in it are canceled."""
     with asyncio.Runner() as runner:
         runner.run(engine.start())
@@ -128,7 +128,7 @@ _BOUNDS = {"float32": 1e-4, "bfloat16": BFLOAT16_BOUND}
 _EAGER: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others do not support float64
 
 
-class Reference:
+class ReferenceModel:
     """Hugging Face's forward pass of a one-file checkpoint, without batches and caches.
 
     It is in float32, or in float64 if weights are rounded.
@@ -233,7 +233,7 @@ class Subject:
     """
 
     engine: DrivenEngine
-    reference: Reference
+    reference: ReferenceModel
     others: dict[str, Tensor]
     prompts: Sequence[list[int]]
     routed: bool = False

@@ -256,7 +256,7 @@ class Explanation:
     def _layout(self) -> Trials:
         if (ranks := self._config.trainer.parallel.world_size) == 1:
             return "one rank"
-        single = replace(self._batch, config=parse_layout(ONE_RANK).applied_to(self._config))
+        single = replace(self._batch, config=parse_layout(ONE_RANK).apply_to(self._config))
         with self._opened(single, False) as sides:
             after = replace(self._left, trainer=sides.score(self._left.rows))
         return [(after, f"one rank gives other logprobs than {ranks}: try `slime-like verify layouts`")]
@@ -266,7 +266,7 @@ class Explanation:
             return "both in float32"
         exact = self._config.model_copy(update={"model": self._config.model.model_copy(update={"dtype": "float32"})})
         if any(finding.share for finding in self.findings if finding.cause == "layout"):
-            exact = parse_layout(ONE_RANK).applied_to(exact)
+            exact = parse_layout(ONE_RANK).apply_to(exact)
         with self._opened(replace(self._batch, config=exact), True) as sides:
             return [(self._again(sides, self._left.rows), f"both in float32 instead of {dtype}")]
 

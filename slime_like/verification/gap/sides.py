@@ -19,7 +19,7 @@ from slime_like.errors import ConfigError, EngineError, WeightSyncError
 from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import CONFIG_FILE
@@ -124,7 +124,7 @@ class Sides:
         self._placement, self._stack = placement, stack
         self._trainers = ModelRanks(batch.config, placement)
         self._engines: Engines | None = None
-        self._turns = Turns()
+        self._turns = DeviceSwitch()
 
     @classmethod
     @contextmanager
@@ -196,7 +196,7 @@ class Sides:
         if colocated:
             self._engines.sleep(keep_weights=True)
             self._trainers.onload()
-            self._turns = Turns((self._trainers, self._engines))
+            self._turns = DeviceSwitch((self._trainers, self._engines))
         return self._engines
 
     def _exported(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from slime_like.algorithms import (
     zero_weight_pack,
 )
 from slime_like.algorithms.packing.pack import move_together
-from slime_like.algorithms.softmax import are_in, padded
+from slime_like.algorithms.softmax import are_in, pad_supports
 from slime_like.interfaces import Supports
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.properties import examples
@@ -285,9 +285,9 @@ def test_packs_return_every_sequences_supports(sequences: list[list[list[int]]],
     rows = [row for part in sequences for row in part]
     tokens = torch.tensor([index % len(rows) for index in picked], dtype=torch.int64)
     assert pack.support_ids is not None and pack.support_sizes is not None
-    found = padded(pack.support_ids, pack.support_sizes, tokens)
+    found = pad_supports(pack.support_ids, pack.support_sizes, tokens)
     assert [[token for token in row if token >= 0] for row in found.tolist()] == [rows[i] for i in tokens.tolist()]
-    everything = padded(pack.support_ids, pack.support_sizes, torch.arange(len(rows)))
+    everything = pad_supports(pack.support_ids, pack.support_sizes, torch.arange(len(rows)))
     asked = torch.full((len(rows),), 4)
     assert are_in(everything, asked).tolist() == [not row or 4 in row for row in rows]
     filler = zero_weight_pack(pack)

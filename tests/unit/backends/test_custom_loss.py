@@ -15,7 +15,7 @@ from backends.common.step.objective import LOSSES_OF_HEADS, configured_loss
 from slime_like.algorithms import LossInputs
 from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.errors import DataError, TrainerError
-from slime_like.orchestration.cluster.ray_calls import located
+from slime_like.orchestration.cluster.ray_calls import locate_error
 from tests.support.rejections import Rejects
 
 SOURCE = """
@@ -123,7 +123,7 @@ def test_its_traceback_reaches_the_caller_of_the_rank(own: Path) -> None:
     """The error is pickled between processes, and gets the rank's name."""
     with pytest.raises(TrainerError) as caught:
         configured_loss(AlgorithmConfig(loss="own_losses:Boom"))(inputs())
-    received = located(pickle.loads(pickle.dumps(caught.value)), "trainer rank 0", "training")
+    received = locate_error(pickle.loads(pickle.dumps(caught.value)), "trainer rank 0", "training")
     assert str(received).startswith("trainer rank 0, training: algorithm.loss=own_losses:Boom failed with ")
     assert 'raise ValueError("loss boom' in (received.users_traceback or "")
 

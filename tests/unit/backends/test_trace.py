@@ -146,7 +146,7 @@ def test_messages_by_group() -> None:
 
 
 def test_resized_and_relabeled_storages_count_with_their_current_size() -> None:
-    with Trace() as trace, trace.resizes_followed():
+    with Trace() as trace, trace.follow_resizes():
         kept = torch.empty(100, dtype=torch.uint8, device=META)
         storage = kept.untyped_storage()
         storage.resize_(0)

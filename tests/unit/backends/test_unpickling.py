@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from backends.common.checkpoint.integrity import ByteRange, Checksums, VerifyingReader
 from backends.common.checkpoint.reading import read_index
-from backends.common.checkpoint.writing import refused_by_disk, write_data_file
+from backends.common.checkpoint.writing import translate_disk_errors, write_data_file
 from backends.fsdp.checkpoint import PLAIN_FILES, FsdpConverter, StoredCheckpoint
 from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
 from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
@@ -240,7 +240,7 @@ OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(b
 @pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
 def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[Any, Any]], rejects: Rejects) -> None:
     usage = os.statvfs(FULL)
-    with rejects(CheckpointError, "write-refused") as caught, refused_by_disk(FULL):
+    with rejects(CheckpointError, "write-refused") as caught, translate_disk_errors(FULL):
         write_data_file(FULL, "__0_0.distcp", entries)
     ((free, size),) = re.findall(r"No space left on device; (\d+) of (\d+) bytes are free", str(caught.value))
     assert int(size) == usage.f_blocks * usage.f_frsize
@@ -249,9 +249,9 @@ def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[An
 
 def test_only_the_disks_errors_are_reported_as_such(tmp_path: Path, rejects: Rejects) -> None:
     path = tmp_path / "gone" / "__1_0.distcp"
-    with rejects(CheckpointError, "write-refused") as caught, refused_by_disk(path):
+    with rejects(CheckpointError, "write-refused") as caught, translate_disk_errors(path):
         raise CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
     assert str(caught.value).startswith(f"{path}: could not be written (Input/output error; ")
     unwritable = (TENSOR[0], torch.empty(3, device="meta"))
-    with pytest.raises(NotImplementedError), refused_by_disk(tmp_path):
+    with pytest.raises(NotImplementedError), translate_disk_errors(tmp_path):
         write_data_file(tmp_path / "file", "file", [unwritable])

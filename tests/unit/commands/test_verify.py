@@ -47,9 +47,9 @@ def test_the_users_flags_take_precedence(tmp_path: Path) -> None:
 def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: None)
-    reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
+    reason = setting_misfit(parse_layout("cp2-ring_flash_attn").apply_to(config))
     assert reason is not None and "needs the package ring_flash_attn" in reason
-    assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
+    assert setting_misfit(parse_layout("cp2-allgather").apply_to(config)) is None
 
 
 def test_an_interrupt_keeps_the_finished_rows(

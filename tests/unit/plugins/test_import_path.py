@@ -18,7 +18,7 @@ from slime_like.algorithms.losses.loss import find_policy
 from slime_like.algorithms.reduction import build_reduction
 from slime_like.config.algorithm import AlgorithmConfig, ImportanceConfig, KLRewardConfig
 from slime_like.config.reading.fields import value_text
-from slime_like.config.reading.parts import documented
+from slime_like.config.reading.parts import read_part
 from slime_like.config.rollout import EnvironmentConfig, RewardFunction
 from slime_like.plugins import objective
 from slime_like.plugins.resolve import import_path_problem, resolve
@@ -102,7 +102,7 @@ def _signature(made: Any) -> Mapping[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("name", PARTS)
 def test_documented_options_are_those_of_the_code(name: str) -> None:
     expected = _signature(resolve("part", name, PARTS))
-    found = {option.name: option for option in documented(name, PARTS[name]).options}
+    found = {option.name: option for option in read_part(name, PARTS[name]).options}
     assert [*found] == [*expected]
     for option, (kind, default) in expected.items():
         shown = None if default is dataclasses.MISSING else value_text(default)

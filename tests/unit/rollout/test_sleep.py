@@ -23,7 +23,7 @@ from slime_like.interfaces import BucketMetadata, Manifest, PauseMode, TensorEnt
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 from tests.conftest import Tiny
@@ -102,7 +102,7 @@ def test_engines_keep_weights_before_sampling_without_a_sync() -> None:
     slept: list[bool] = []
     trainers = cast(Any, SimpleNamespace(offload=lambda *_, **__: None, onload=lambda: None))
     engines = cast(Any, SimpleNamespace(sleep=slept.append, wake=lambda _: None))
-    devices = Turns((trainers, engines))
+    devices = DeviceSwitch((trainers, engines))
     for turn in (devices.generation, devices.training, devices.begin_sync, devices.end_sync):
         turn()
     devices.training(keep_weights=True)

@@ -10,7 +10,7 @@ from ray._private.thirdparty import pynvml
 from slime_like.system import gpus
 from slime_like.system.disk import whole_file
 from slime_like.system.gpus import compute_capability, local_gpus, stay_near
-from slime_like.system.network import MOST_NODES, expand_node_list, is_credential, shown_url
+from slime_like.system.network import MOST_NODES, expand_node_list, is_credential, redact_url
 from slime_like.system.processes import end_processes
 from slime_like.system.words import memory_text, seconds_text, traffic_text
 
@@ -125,7 +125,7 @@ def test_names_of_headers_and_queries() -> None:
     ],
 )  # fmt: skip
 def test_no_url_is_printed_with_its_user_or_query(url: str, shown: str) -> None:
-    assert shown_url(url) == shown
+    assert redact_url(url) == shown
 
 
 def test_a_file_appears_whole_or_not_at_all_and_links_are_followed(tmp_path: Path) -> None:

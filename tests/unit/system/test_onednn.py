@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from slime_like.system.onednn import product, replaced_products
+from slime_like.system.onednn import product, replace_products
 
 _M, _K, _N = 300, 130, 90
 
@@ -46,7 +46,7 @@ def test_layers_and_their_gradients() -> None:
     grad = _random(2, _M, _N)
     torch.nn.functional.linear(*exact).backward(grad.double())
     plain = torch.nn.functional.linear(*exact[:2])
-    kept = replaced_products()
+    kept = replace_products()
     out = torch.nn.functional.linear(*leaves)
     out.backward(grad)
     with torch.inference_mode():
@@ -65,14 +65,14 @@ def test_other_products_are_unchanged(dtype: torch.dtype) -> None:
     size = 8 if dtype == torch.float32 else 200
     a, b, bias = _random(size, size, dtype=dtype), _random(size, size, dtype=dtype), _random(size, dtype=dtype)
     expected = [a @ b, torch.addmm(bias, a, b, beta=0.5, alpha=2.0), torch.addmm(b, a, b)]
-    kept = replaced_products()
+    kept = replace_products()
     found = [a @ b, torch.addmm(bias, a, b, beta=0.5, alpha=2.0), torch.addmm(b, a, b)]
     del kept
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def test_wrong_shapes_raise_torchs_error() -> None:
-    kept = replaced_products()
+    kept = replace_products()
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(_random(500, 500), _random(400, 500))
     del kept

@@ -16,6 +16,7 @@ from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
+    add_frozen_logprobs,
     add_gaps,
     compare_gradient,
     compare_measurements,
@@ -23,7 +24,6 @@ from slime_like.verification.comparison import (
     misplaced_tensor,
     require_fit,
     synthetic_batch,
-    with_frozen_logprobs,
 )
 from slime_like.verification.layouts import (
     DEFAULT_LAYOUTS,
@@ -199,14 +199,14 @@ def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[Scor
     assert sum(not row.loss_mask.any() for row in batch) == 1
     assert any(row.total_len % 4 for row in batch) and any(row.prompt_len > 100 for row in batch)
     scores = [{"old_logprobs": torch.full((row.response_len,), -5.0)} for row in batch]
-    frozen, again = with_frozen_logprobs(batch, scores), with_frozen_logprobs(batch, scores)
+    frozen, again = add_frozen_logprobs(batch, scores), add_frozen_logprobs(batch, scores)
     for row, other, bare in zip(frozen, again, batch, strict=True):
         for name in FROZEN:
             assert getattr(bare, name) is None
             assert torch.equal(getattr(row, name), getattr(other, name))
             assert float((getattr(row, name) + 5).abs().max()) < 1.0
         assert not torch.equal(row.old_logprobs, row.ref_logprobs)
-    kept = with_frozen_logprobs(frozen[:1], [{"old_logprobs": torch.full((9,), -7.0)}])  # from a dump
+    kept = add_frozen_logprobs(frozen[:1], [{"old_logprobs": torch.full((9,), -7.0)}])  # from a dump
     for name in FROZEN:
         assert torch.equal(getattr(kept[0], name), getattr(frozen[0], name))
 
@@ -273,7 +273,7 @@ def test_a_name_sets_every_axis(tmp_path: Path) -> None:
     config = RunConfig(
         run_dir=tmp_path, model={"path": tmp_path}, trainer={"optimizer": {"lr": 0.5}, "head_chunk_tokens": 7}
     )
-    applied = layout.applied_to(config)
+    applied = layout.apply_to(config)
     assert applied.trainer.parallel == layout.parallel
     assert applied.trainer.optimizer.distributed and applied.trainer.optimizer.overlap
     assert applied.trainer.attention == "allgather"
@@ -284,9 +284,9 @@ def test_a_name_sets_every_axis(tmp_path: Path) -> None:
 def test_fsdp_shards_and_one_rank_keeps_the_attention(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"backend": "fsdp"})
     for name in (ONE_RANK, "dp2"):
-        assert parse_layout(name).applied_to(config).trainer.optimizer.distributed
+        assert parse_layout(name).apply_to(config).trainer.optimizer.distributed
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "allgather"})
-    applied = parse_layout(ONE_RANK).applied_to(config)
+    applied = parse_layout(ONE_RANK).apply_to(config)
     assert applied.trainer.parallel.world_size == 1 and not applied.trainer.optimizer.distributed
     assert applied.trainer.attention == "allgather"
 

@@ -28,7 +28,7 @@ from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights import quantization
 from slime_like.weights.expected_tensors import expected_tensors
-from slime_like.weights.quantization import dequantize, dequantized, quantize, quantized, with_scales
+from slime_like.weights.quantization import dequantize, dequantize_bucket, quantize, quantize_export, with_scales
 from tests.conftest import Tiny
 from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects
@@ -95,7 +95,7 @@ def test_transformers_reads_the_exported_format(tmp_path: Path, family: str) -> 
     latent = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": 128, "kv_lora_rank": 64}
     make_tiny_model(tmp_path, family, hidden_size=256, **(latent if family == "deepseek_v3" else {}))
     plain = load_file(tmp_path / "model.safetensors")
-    export = quantized(WeightExport(Manifest.of(plain), iter([WeightBucket(list(plain.items()))])))
+    export = quantize_export(WeightExport(Manifest.of(plain), iter([WeightBucket(list(plain.items()))])))
     (bucket,) = export
     sent = dict(bucket.tensors)
     assert export.manifest == Manifest.of(sent)
@@ -105,7 +105,7 @@ def test_transformers_reads_the_exported_format(tmp_path: Path, family: str) -> 
     ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     places = destinations(ours)
     with torch.no_grad():
-        for name, tensor in dequantized(bucket.tensors):
+        for name, tensor in dequantize_bucket(bucket.tensors):
             destination(name, places).copy_(tensor)
     config = json.loads((tmp_path / "config.json").read_text())
     shapes = {name: tuple(each.shape) for name, each in plain.items()}

@@ -34,7 +34,7 @@ def test_a_worker_ended_for_lack_of_memory_is_named_with_the_remedy(monkeypatch:
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(TrainerError) as caught:
-        ray_calls.one(object(), "trainer rank 0", phase="saving a checkpoint", error=TrainerError)
+        ray_calls.fetch(object(), "trainer rank 0", phase="saving a checkpoint", error=TrainerError)
     assert caught.value.code == "node-out-of-memory"
     assert "22.91GB of 23.54GB" in caught.value.problem and "7d5b" not in str(caught.value)
     assert "trainer.target_tokens_per_batch" in str(caught.value.remedy)

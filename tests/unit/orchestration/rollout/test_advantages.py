@@ -14,7 +14,7 @@ from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.algorithms.packing.pack import unpack_response_logprobs
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance, require_group_scope
+from slime_like.orchestration.rollout.advantages import Advantages, distill, normalize_importance, require_group_scope
 from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -173,7 +173,7 @@ def test_kl_in_the_reward(several_rows: bool, rejects: Rejects) -> None:
     rows = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
     rows = sorted(rows, key=lambda row: row.sequence_id[::-1]) if several_rows else whole
     trainers, packs = one_rank(settings, rows)
-    Advantages(settings).penalise_kl(trainers, rows, 1, coefficient=0.1)
+    Advantages(settings).penalize_kl(trainers, rows, 1, coefficient=0.1)
     wanted = [expected[row.rollout_id] for row in rows]
     assert [float(row.advantages.unique()) for row in rows] == pytest.approx(wanted, rel=1e-5)
     for pack in packs:
@@ -182,7 +182,7 @@ def test_kl_in_the_reward(several_rows: bool, rejects: Rejects) -> None:
         assert pack.advantages is not None and pack.advantages.tolist() == pytest.approx(spread, rel=1e-5)
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
-        Advantages(settings).penalise_kl(trainers, rows, 1, coefficient=0.1)
+        Advantages(settings).penalize_kl(trainers, rows, 1, coefficient=0.1)
 
 
 def test_values_of_a_critic_give_advantages_and_targets() -> None:
@@ -234,13 +234,13 @@ def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(reject
         of[t.source] += [one for one, kept in zip(gain, t.loss_mask.tolist(), strict=True) if kept]
         gaps += [one for one, kept in zip(gain, t.loss_mask.tolist(), strict=True) if kept]
     means = {name: -statistics.mean(each) for name, each in {None: gaps, **of}.items()}
-    assert distil(trainers, trajectories, 0.5) == pytest.approx(means, rel=1e-5)
+    assert distill(trainers, trajectories, 0.5) == pytest.approx(means, rel=1e-5)
     assert torch.cat([t.advantages for t in trajectories]).tolist() == pytest.approx(expected, rel=1e-5)
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
     for pack in packs:
         pack.teacher_logprobs = None
     with rejects(TrainerError, "no-distillation-logprobs"):
-        distil(trainers, trajectories, 0.5)
+        distill(trainers, trajectories, 0.5)
 
 
 def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
             total += t.token_weight * min(ratio, 1.1)
             count += t.token_weight
     before = torch.cat([pack.advantages for pack in packs])
-    normalise_importance(settings.algorithm, trainers, trajectories)
+    normalize_importance(settings.algorithm, trainers, trajectories)
     assert torch.cat([pack.mean_weights for pack in packs]).tolist() == pytest.approx(
         [total / count] * len(before), rel=1e-5
     )
@@ -264,5 +264,5 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     broken = config(importance={"correction": "own_corrections:boom", "normalize": True})
     with pytest.raises(TrainerError, match=r"boom failed with ValueError: boom \(.*own_corrections.py:2\)") as caught:
-        normalise_importance(broken.algorithm, trainers, trajectories)
+        normalize_importance(broken.algorithm, trainers, trajectories)
     assert caught.value.code == "custom-loss-failed"

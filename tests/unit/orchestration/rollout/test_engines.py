@@ -28,7 +28,7 @@ from slime_like.interfaces import (
 )
 from slime_like.orchestration.rollout import engine_instance
 from slime_like.orchestration.rollout import engines as module
-from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engine_instance import EngineInstance
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
@@ -198,7 +198,7 @@ class Run:
     """A loop of two steps without training."""
 
     engines: PlayedEngines
-    turns: Turns
+    turns: DeviceSwitch
     sync: WeightSync
     notes: list[str]
     version: int = 0
@@ -281,10 +281,10 @@ def make(engines_of: Callable[..., PlayedEngines]) -> Callable[..., Run]:
         engines = engines_of(count, 9, restarts, placement)
         engines.dies_at, config = dies_at, engines._config
         trainers: Any = Trainers(engines)
-        turns = Turns()
+        turns = DeviceSwitch()
         if placement == "colocated":
             engines.sleep(keep_weights=False)
-            turns = Turns((trainers, engines))
+            turns = DeviceSwitch((trainers, engines))
         trainers.onload()
         transport, probe = chosen_transport(config, on_cuda=False, num_hosts=1), Probe(config.model, None, 32, ())
         sync = WeightSync(config.sync, transport, config.model.dtype, probe, trainers, engines, turns, "run")
