@@ -52,7 +52,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
         with progress.waiting("starting reward workers"):
             pool.start()  # engines load the model in the meantime
         with progress.waiting("engines", len(engines.instances)) as waiting:
-            engines.start(waiting.left)
+            engines.start(waiting.on_waiting)
         scorer = Scorer(config, pool, tokenizer, stop_tokens(config.rollout, config.model))
         return Evaluator(config, engines, scorer, datasets).run(0, progress, keep_all)
 

@@ -63,7 +63,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
             policy = stack.enter_context(policy_ranks(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
-            policy.setup(waiting.left, only_scores=True, checkpoint=weights)
+            policy.setup(waiting.on_waiting, only_scores=True, checkpoint=weights)
         out = stack.enter_context(whole_file(output))
         return _run(policy, rows, num_rows, out, progress)
 

@@ -96,12 +96,12 @@ class PackedLayout(PackedSeqParams):
     routed: RoutedTokens | None = None
 
     @classmethod
-    def given(cls, packed_seq_params: Self | None) -> Self:
+    def require(cls, packed_seq_params: Self | None) -> Self:
         """Return the layout passed to a layer, which is never missing."""
         assert packed_seq_params is not None
         return packed_seq_params
 
-    def rotated(self, *heads: Tensor, slides: bool = False) -> tuple[Tensor, ...]:
+    def rotate(self, *heads: Tensor, slides: bool = False) -> tuple[Tensor, ...]:
         """Rotate queries or keys, (T_local, heads, rotary_dim) each, to their positions."""
         cos, sin = (self.window_table if slides else None) or (self.cos, self.sin)
         assert cos is not None and sin is not None
@@ -152,9 +152,9 @@ class PackedCoreAttention(torch.nn.Module):
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
         """Return (T, H * D), where D is the values' head size."""
-        layout = PackedLayout.given(packed_seq_params)
+        layout = PackedLayout.require(packed_seq_params)
         if self.rotates:
-            query, key = layout.rotated(query, key, slides=self.window is not None)
+            query, key = layout.rotate(query, key, slides=self.window is not None)
         assert layout.attention is not None
         out = layout.attention.attend(query, key, value, self.scale, self.window, self.sinks)
         return out.reshape(out.shape[0], -1)

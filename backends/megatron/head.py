@@ -30,7 +30,7 @@ class ScoredLayer(TransformerLayer):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Return (T, 1, H), or in the last layer (r, 1, H) if r is not 0, and no context."""
-        responses = PackedLayout.given(options["packed_seq_params"]).responses
+        responses = PackedLayout.require(options["packed_seq_params"]).responses
         if not self.scores or responses is None or len(responses.index) == 0:
             return super().forward(*arguments, **options)
         options.pop("dynamic_inference_decode_only", None)
@@ -81,7 +81,7 @@ class LogprobModel(GPTModel):
     ) -> Tensor:
         if not self.post_process:
             return hidden_states
-        responses = PackedLayout.given(packed_seq_params).responses
+        responses = PackedLayout.require(packed_seq_params).responses
         assert responses is not None
         if self.config.sequence_parallel:
             # The head returns the whole gradient of its input on every rank; each rank takes back its part.

@@ -87,11 +87,11 @@ class LoraWeights(torch.nn.Module):
         """Return (n r, in_local) and (out_local, n r) matrices."""
         return self.a, block_diagonal(self.b, self.owner)
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         """Return the weight's shard plus the product of the factors' shards."""
         return merge_lora(weight, self.a.detach(), self.b.detach(), self.owner, self.scale)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def drop_out(self, x: Tensor) -> Tensor:
         """Apply dropout in training. Tensor-parallel ranks with the same inputs drop the same ones."""
         if not (self.training and self._dropout):
             return x
@@ -127,7 +127,7 @@ def _add(layer: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> 
     """Add the product of a column-parallel or row-parallel layer's factors to its output."""
     factors, group = layer.added, layer.tp_group
     a, b = factors()
-    h = F.linear(factors.dropped(inputs[0]), a) * factors.scale
+    h = F.linear(factors.drop_out(inputs[0]), a) * factors.scale
     if group.size() > 1 and not layer.explicit_expert_comm:
         by_column = isinstance(layer, ColumnParallelLinear)
         if layer.sequence_parallel:
@@ -144,7 +144,7 @@ def _add_grouped(layer: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor
     """Add the products of all experts' factors to a grouped layer's output."""
     (x, ends), first = inputs, layer.added[0]
     a, b = zip(*(factors() for factors in layer.added), strict=True)
-    h = grouped_linear(first.dropped(x), ends, a) * first.scale
+    h = grouped_linear(first.drop_out(x), ends, a) * first.scale
     return output[0] + grouped_linear(h, ends, b), None
 
 

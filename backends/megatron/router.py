@@ -137,7 +137,7 @@ class Routes:
         """Create routes from the token of each row."""
         return cls(tokens, tokens.argsort(stable=True).view(-1, per_token))
 
-    def summed(self, rows: Tensor) -> Tensor:
+    def sum_rows(self, rows: Tensor) -> Tensor:
         """Add the (R, H) rows of each token, to (T, H).
 
         Sums in a fixed order and rounds once. Megatron's ``unpermute`` adds atomically, so a GPU's results would differ
@@ -156,7 +156,7 @@ class ToExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.summed(grads[0]), None
+        return ctx.routes.sum_rows(grads[0]), None
 
 
 class FromExperts(torch.autograd.Function):
@@ -165,7 +165,7 @@ class FromExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
         ctx.routes = routes
-        return routes.summed(rows)
+        return routes.sum_rows(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -27,8 +27,8 @@ class RotatedDotProductAttention(TEDotProductAttention):
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
         """Map (T, H, D) queries, (T, G, D) keys and values to (T, H * D)."""
-        layout = PackedLayout.given(packed_seq_params)
-        query, key = layout.rotated(query, key)
+        layout = PackedLayout.require(packed_seq_params)
+        query, key = layout.rotate(query, key)
         out: Tensor = super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, layout)
         return out
 

@@ -30,7 +30,7 @@ class ToolCall:
     arguments: Mapping[str, Any] | str
     id: str = field(default="", compare=False)
 
-    def given(self, text_tools: Collection[str]) -> dict[str, str]:
+    def to_arguments(self, text_tools: Collection[str]) -> dict[str, str]:
         """Return the arguments as JSON, or the text of a custom tool, which gets arguments of another form as JSON."""
         arguments = json.dumps(self.arguments, ensure_ascii=False)
         if self.name not in text_tools:

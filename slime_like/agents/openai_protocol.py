@@ -118,7 +118,7 @@ def _reply(call: Call, message: Message) -> dict[str, Any]:
     if message.reasoning:
         reply["reasoning_content"] = message.reasoning
     for one in message.tool_calls:
-        given = one.given(call.text_tools)
+        given = one.to_arguments(call.text_tools)
         kind = "custom" if "input" in given else "function"
         called = {"id": f"call_{secrets.token_hex(12)}", "type": kind, kind: {"name": one.name, **given}}
         reply.setdefault("tool_calls", []).append(called)

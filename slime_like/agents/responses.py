@@ -73,7 +73,7 @@ class ResponseForm:
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
-    def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
+    def decode_turns(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
         """Decode turns as reward functions and environments read them, with thinking in ``<think>...</think>``.
 
         ``turns`` has all tokens before each turn, which may open thinking; the turn's; and the stop tokens to leave out
@@ -90,7 +90,7 @@ class ResponseForm:
         said = zip(given, texts[len(shared) :], strict=True)
         return [self._marked(opened[before] + text) for (before, _), text in said]
 
-    def marked(self, prompt: str, text: str) -> str:
+    def mark_thinking(self, prompt: str, text: str) -> str:
         """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
         return self._marked(self._opened(prompt) + text)
 

@@ -151,7 +151,7 @@ def _items(call: Call, reply: Message, status: str) -> Iterator[dict[str, Any]]:
         content = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}]
         yield {"type": "message", "id": _new("msg"), "role": "assistant", "status": status, "content": content}
     for one in reply.tool_calls:
-        given = one.given(call.text_tools)
+        given = one.to_arguments(call.text_tools)
         kind = "custom_tool_call" if "input" in given else "function_call"
         yield {"type": kind, "id": _new("fc"), "call_id": _new("call"), "name": one.name, **given,
                "status": "completed"}  # fmt: skip

@@ -246,7 +246,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Branch:
     trained.update(branch)
     prompt, joined = branch[0].prompt.input, None
     if leaf.generation.supports is not None:
-        joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
+        joined = Supports.concatenate([*supports, Supports.whole(len(tokens) - covered)])
     reason = leaf.generation.finish_reason
     return Branch(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns), tuple(calls))
 

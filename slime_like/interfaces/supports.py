@@ -31,7 +31,7 @@ class Supports:
         return cls(np.zeros(0, np.int32), np.zeros(count, np.int32))
 
     @classmethod
-    def joined(cls, parts: Sequence["Supports"]) -> Self:
+    def concatenate(cls, parts: Sequence["Supports"]) -> Self:
         """Concatenate the supports of several parts."""
         return cls(np.concatenate([part.token_ids for part in parts]), np.concatenate([part.sizes for part in parts]))
 

@@ -154,7 +154,7 @@ class Attention:
         outputs = model.hidden_size * self.output_bias + model.num_heads * self.sinks
         return model.attention_layers * (biases + 2 * model.head_dim * model.qk_norm + outputs) + linear
 
-    def cached(self, model: ModelDimensions, gpus: int) -> int:
+    def cache_elements(self, model: ModelDimensions, gpus: int) -> int:
         """Return the elements that an engine caches for one token on each of ``gpus`` GPUs."""
         return model.attention_layers * 2 * -(-model.num_kv_heads // gpus) * model.head_dim
 

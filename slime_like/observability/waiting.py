@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slime_like.system.words import pluralize
 
 
-def ignore_answers(left: Sequence[str] | int) -> None:
+def ignore_answers(on_waiting: Sequence[str] | int) -> None:
     """Do nothing. The default for callers that show no progress."""
 
 
@@ -18,7 +18,7 @@ class Waiting:
         title: the awaited work ("loading engines").
         total: number of awaited items; 0 counts nothing.
         noun: name of an item, in the singular: "3 of 16 groups". Without it: "1 of 2 ready".
-        count: returns the finished items; without it, ``left`` or ``reach`` records them.
+        count: returns the finished items; without it, ``on_waiting`` or ``reach`` records them.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Waiting:
     done: int = 0
     names: Sequence[str] = ()
 
-    def left(self, names: Sequence[str]) -> None:
+    def on_waiting(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.done = self.total - len(self.names)
 

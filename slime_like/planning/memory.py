@@ -69,7 +69,9 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     stage, outer = -(-layers // rollout.pipeline), outer * run.element_bytes  # the longest stage, and its embedding
     weights = run.weight_bytes if rollout.pipeline == 1 else outer + (run.weight_bytes - 2 * outer) * stage // layers
     weights = weights // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
-    per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes * stage // layers
+    per_token = (
+        run.dimensions.attention.cache_elements(run.dimensions, rollout.tensor) * run.element_bytes * stage // layers
+    )
     linear = run.dimensions.attention.linear
     states = 0 if linear is None else linear.state_bytes(run.element_bytes) // rollout.tensor * stage // layers
     state_tokens = -(-states // per_token)

@@ -236,17 +236,17 @@ class Baseline:
         with policy_ranks(config) as policy:
             policy.setup()
             if before is not None:
-                _drain(policy.exported(), before)
+                _drain(policy.export(), before)
             scores = policy.score(self.batch)
             self.batch = add_frozen_logprobs(self.batch, scores, config.seed)
             packed = policy.load_batch(self.batch)
-            _drain(policy.exported(TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
+            _drain(policy.export(TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
             stats = [
                 present(policy.call("training", TrainerRank.train_minibatch, index, denominator))[0]
                 for _ in range(config.steps)
                 for index, denominator in enumerate(packed.denominators)
             ]
-            _drain(policy.exported(), after)
+            _drain(policy.export(), after)
         logprobs = [score["old_logprobs"] for score in scores]
         return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 

@@ -75,7 +75,7 @@ class BalanceLoss:
         dist.all_reduce(total, group=replicas)
         return cls(coefficient * denominator / int(total), int(total))
 
-    def figures(self, layers: int, device: torch.device) -> dict[str, Any]:
+    def metrics(self, layers: int, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``: the mean over layers and tokens, without coefficient; 1 is an even load.
         Collective over the world.
         """
@@ -118,7 +118,7 @@ class ExpertLoads:
         for layer, bias in biases.items():
             bias += self.rate * below[layer].sign()
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return fields of ``GRPOStats``, after ``move``: the largest load over its layer's mean."""
         loads = self.counts.double()
         return {"router_load_max": (loads.amax(dim=1) / loads.mean(dim=1).clamp_min(1e-9)).amax()}

@@ -61,7 +61,7 @@ class Replay:
         replays = is_step or all(pack.routes is not None for pack in packs)
         return cls.in_training(mode, dimensions) if replays else None
 
-    def figures(self, device: torch.device) -> dict[str, Any]:
+    def metrics(self, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``. Collective over the world."""
         total = torch.zeros(2, dtype=torch.int64, device=device)
         if found := [count for counts in self.counts for count in counts.values()]:

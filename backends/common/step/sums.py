@@ -53,9 +53,9 @@ class StepSums:
     def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``; ``layers`` with experts. Collective over the world."""
         loss, loads, replay = self.balance.loss, self.balance.loads, self.replay
-        figures = {} if loss is None else loss.figures(layers, device)
-        figures |= {} if loads is None else loads.figures()
-        return figures | ({} if replay is None else replay.figures(device))
+        figures = {} if loss is None else loss.metrics(layers, device)
+        figures |= {} if loads is None else loads.metrics()
+        return figures | ({} if replay is None else replay.metrics(device))
 
     def open_window(self, last: bool) -> None:
         """Accept a window, unless it follows the step's ``last`` one."""

@@ -62,7 +62,7 @@ class PlacedParameter:
     @property
     def value(self) -> Tensor:
         """The parameter, plus the product of its factors if it has some."""
-        return self.parameter.data if self.lora_weights is None else self.lora_weights.merged(self.parameter.data)
+        return self.parameter.data if self.lora_weights is None else self.lora_weights.merge(self.parameter.data)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

@@ -60,7 +60,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
 
         ``hidden_states``: (T, 1, hidden), or this tensor-parallel rank's part of them under sequence parallelism.
         """
-        layout, config = PackedLayout.given(packed_seq_params), self.config
+        layout, config = PackedLayout.require(packed_seq_params), self.config
         parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
         query, query_turning = self._heads(self._query(hidden_states)).split(parts, dim=-1)
         compressed, key_turning = self._compressed(self.linear_kv_down_proj, hidden_states).split(
@@ -70,7 +70,7 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
         key_turning = copy_to_tensor_model_parallel_region(key_turning)
         keys_and_values, _ = self.linear_kv_up_proj(self.kv_layernorm(self._scattered(compressed)))
         key, value = self._heads(keys_and_values).split([parts[0], config.v_head_dim], dim=-1)
-        query_turning, key_turning = layout.rotated(query_turning, key_turning)
+        query_turning, key_turning = layout.rotate(query_turning, key_turning)
         key_turning = key_turning.expand(-1, key.shape[1], -1)
         query, key = torch.cat([query, query_turning], dim=-1), torch.cat([key, key_turning], dim=-1)
         return query, key, value.contiguous(), None, None

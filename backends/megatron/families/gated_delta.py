@@ -71,7 +71,7 @@ class GatedDeltaNet(MegatronModule):
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
     ) -> tuple[Tensor, None]:
         """Map (T, 1, hidden) to the same shape, or this rank's tokens under sequence parallelism."""
-        layout = PackedLayout.given(packed_seq_params)
+        layout = PackedLayout.require(packed_seq_params)
         assert layout.recurrence is not None
         projected, _ = self.in_proj(hidden_states)
         mixed, gate, steps, decays = projected.view(len(projected), self._heads, -1).split(self._parts, dim=2)

@@ -59,7 +59,7 @@ class LatentAttention(Attention):
     def vectors(self, model: ModelDimensions) -> int:
         return model.num_layers * (self.kv_rank + (self.query_rank or 0))
 
-    def cached(self, model: ModelDimensions, gpus: int) -> int:
+    def cache_elements(self, model: ModelDimensions, gpus: int) -> int:
         """Return the elements of the compressed vectors, which engines cache instead of keys and values."""
         return model.num_layers * self.sizes(model)["compressed"]
 

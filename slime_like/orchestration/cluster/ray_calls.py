@@ -56,7 +56,7 @@ class Answers(Generic[_Answer]):
     before: Callable[[float | None], None] | None = None
 
     def result(
-        self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
+        self, timeout_s: float | None = None, on_waiting: Callable[[Sequence[str]], None] = ignore_answers
     ) -> list[_Answer]:
         """Wait for all answers, and for calls that were deferred before. The first failure ends the wait, as ``error``.
 
@@ -67,7 +67,7 @@ class Answers(Generic[_Answer]):
             self.before(timeout_s)
         waiting, bound = {reference: name for name, reference in self.references.items()}, timeout_s or self.timeout_s
         values, deadline = dict[Any, Any](), time.monotonic() + bound
-        left(list(waiting.values()))
+        on_waiting(list(waiting.values()))
         while waiting:
             # Wait for one at a time: a dead rank's peers hang in a collective, so its failure must be seen first.
             remaining = max(0.0, deadline - time.monotonic())
@@ -76,7 +76,7 @@ class Answers(Generic[_Answer]):
             if ready:
                 name = waiting.pop(ready[0])
                 values[ready[0]] = fetch(ready[0], name, phase=self.phase, timeout_s=bound, error=self.error)
-                left(list(waiting.values()))
+                on_waiting(list(waiting.values()))
                 continue
             self.watch()
             if remaining <= _LOOK_EVERY_S:

@@ -36,7 +36,7 @@ class _Response:
     def length(self) -> int:
         return len(self.tokens)
 
-    def sampled(self, generation: Generation) -> None:
+    def add_turn(self, generation: Generation) -> None:
         """Append a turn of the model. A turn aborted before its first token is ignored."""
         if len(generation.token_ids) == 0:
             return
@@ -56,19 +56,19 @@ class _Response:
         if self._supports:
             self._supports.append(Supports.whole(len(observation)))
 
-    def stepped(self, step: Step, cut_tokens: int) -> None:
+    def add_step(self, step: Step, cut_tokens: int) -> None:
         self._rewards.append(step.reward)
         self._success = step.success
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
-    def finished(self, reason: Any, failure: dict[str, str] | None = None) -> Generation:
+    def finish(self, reason: Any, failure: dict[str, str] | None = None) -> Generation:
         """Build the response up to the last sampled token. An observation without an answer cannot be trained on."""
         length = self._turns[-1][1] if self._turns else 0
         return Generation(
             token_ids=np.asarray(self.tokens[:length], np.int64),
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
-            supports=Supports.joined(self._supports).first(length) if self._supports else None,
+            supports=Supports.concatenate(self._supports).first(length) if self._supports else None,
             fields=self._fields,
             finish_reason=reason,
             conversation=Conversation(
@@ -132,29 +132,29 @@ class Conversations:
             limit, tokens = min(room, self._limits.max_turn_tokens or room), [*prompt.token_ids, *response.tokens]
             given = replace(prompt, token_ids=tokens)
             (generation,) = await self._generate(turn_request(request, f"{index}/{turn}", given, limit, (index, turn)))
-            response.sampled(generation)
+            response.add_turn(generation)
             if generation.finish_reason == "abort":
-                return response.finished("abort")
+                return response.finish("abort")
             sampled = generation.token_ids.tolist()
             stops = (*request.sampling.stop_token_ids, self._form.tokenizer.eos_token_id)
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
-                return response.finished("length")
-            (text,) = self._form.judged([(tokens, sampled, stops)])
+                return response.finish("length")
+            (text,) = self._form.decode_turns([(tokens, sampled, stops)])
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
-                return response.finished("stop", error.as_failure(str(self._limits.name)))
+                return response.finish("stop", error.as_failure(str(self._limits.name)))
             ends, stop = step.done or cut_off, next((token for token in sampled[-1:] if token in stops), None)
             observation, cut = (
                 ([], 0) if ends else await asyncio.to_thread(self._encoder.encode, step.observation, stop)
             )
-            response.stepped(step, cut)
+            response.add_step(step, cut)
             if ends:
-                return response.finished("length" if cut_off else "stop")
+                return response.finish("length" if cut_off else "stop")
             room -= len(generation.token_ids) + len(observation)
             if room < 1:
-                return response.finished("length")
+                return response.finish("length")
             if turn + 1 < self._limits.max_turns:
                 response.observe(observation)
-        return response.finished("turns")
+        return response.finish("turns")

@@ -85,13 +85,13 @@ class Engines:
         for index in range(self._config.rollout.num_engines):
             self.instances.append(EngineInstance.launch(self._config, self._placement, index, shared_devices))
 
-    def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
+    def start(self, on_waiting: Callable[[Sequence[str]], None] = ignore_answers) -> None:
         """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``, then let all serve.
 
         Args:
             left: called with the engines that are not ready yet.
         """
-        self.ask("start", phase="starting").result(self._config.engine_start_timeout_s + _IMPORTS_S, left)
+        self.ask("start", phase="starting").result(self._config.engine_start_timeout_s + _IMPORTS_S, on_waiting)
         self.admit()
 
     def shutdown(self, timeout_s: float = 30.0) -> None:

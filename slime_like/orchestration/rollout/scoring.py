@@ -87,7 +87,7 @@ class Scorer:
         rollouts = [one for one in every if one.last.conversation is None or one.last.conversation.failure is None]
         prompt_tokens = [group.prompt_tokens for group in groups]
         with self._lock:
-            responses = list(self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts))
+            responses = list(self._form.decode_turns(_judged_tokens(rollout, self._stops) for rollout in rollouts))
             texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [

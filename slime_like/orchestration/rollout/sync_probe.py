@@ -61,7 +61,7 @@ class ProbeGap:
     in_float32: bool
 
     @classmethod
-    def between(cls, got: np.ndarray, expected: np.ndarray, dtype: str, layers: int, bound: float | None) -> Self:
+    def compare(cls, got: np.ndarray, expected: np.ndarray, dtype: str, layers: int, bound: float | None) -> Self:
         """Compare logprobs (n,) of engine and trainer. The default ``bound`` follows from ``dtype`` and ``layers``."""
         in_float32 = dtype == "float32"
         gaps = np.abs(got.astype(np.float64) - expected)
@@ -122,7 +122,7 @@ class Probe:
 
     def notices(self, got: np.ndarray, expected: np.ndarray) -> bool:
         """Return whether such logprobs of an engine would exceed the bound, even if it were twice as large."""
-        gap = ProbeGap.between(got, expected, self._dtype, self._layers, self._bound())
+        gap = ProbeGap.compare(got, expected, self._dtype, self._layers, self._bound())
         return not replace(gap, bound=2 * gap.bound).is_sound
 
     def judge(self, version: int, answers: Sequence[Sequence[Generation]], expected: np.ndarray) -> tuple[float, str]:
@@ -138,7 +138,7 @@ class Probe:
         gaps = []
         for engine, generations in enumerate(answers):
             got = np.concatenate([_prompt_logprobs(generation, engine) for generation in generations])
-            gaps.append(ProbeGap.between(got, expected, self._dtype, self._layers, bound))
+            gaps.append(ProbeGap.compare(got, expected, self._dtype, self._layers, bound))
             if not gaps[-1].is_sound:
                 raise WeightSyncError(
                     f"engine {engine}'s logprobs differ from the trainer's {gaps[-1]}: "

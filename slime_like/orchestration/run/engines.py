@@ -104,12 +104,12 @@ def start_engines(
     if colocated:
         policy.offload()
     with progress.waiting("engines", len(engines.instances)) as waiting:
-        engines.start(waiting.left)
+        engines.start(waiting.on_waiting)
     workers = [model for model in models.values() if not model.role.trained]
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
-        pools = _role_pools(stack, workers, waiting.left)
+        pools = _role_pools(stack, workers, waiting.on_waiting)
     if not colocated:
         return engines, rewards, pools, DeviceSwitch()
     engines.sleep(keep_weights=False)  # the first sync follows
@@ -118,7 +118,7 @@ def start_engines(
 
 
 def _role_pools(
-    stack: ExitStack, workers: Sequence[ModelRanks], left: Callable[[Sequence[str]], None]
+    stack: ExitStack, workers: Sequence[ModelRanks], on_waiting: Callable[[Sequence[str]], None]
 ) -> list[RoleQueue]:
     """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
 
@@ -126,13 +126,13 @@ def _role_pools(
         left: called with the workers that are not ready yet.
     """
     loading = [worker.name for worker in workers]
-    left(loading)
+    on_waiting(loading)
     with ThreadPoolExecutor(max(1, len(workers))) as threads:
         setups = {threads.submit(worker.setup): worker.name for worker in workers}
         for setup in as_completed(setups):
             setup.result()
             loading.remove(setups[setup])
-            left(loading)
+            on_waiting(loading)
     pools = dict[str, RoleQueue]()
     for worker in workers:
         role = worker.role

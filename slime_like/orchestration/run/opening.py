@@ -260,7 +260,7 @@ class _Placed:
         """Wait for the ranks of the trained models, the policy's first. Models that share devices take turns."""
         for model in self.trained:
             with self.progress.waiting(f"{model.name} ranks", len(model)) as waiting, model.on_devices(starts=True):
-                model.setup(waiting.left)
+                model.setup(waiting.on_waiting)
 
     def run(self, source: Source, devices: DeviceSwitch, pools: Sequence[RoleQueue] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""

@@ -110,7 +110,7 @@ class ModelRanks(ActorGroup):
 
     def setup(
         self,
-        left: Callable[[Sequence[str]], None] = ignore_answers,
+        on_waiting: Callable[[Sequence[str]], None] = ignore_answers,
         only_scores: bool = False,
         checkpoint: Path | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class ModelRanks(ActorGroup):
         Raises:
             TrainerError: a rank died, raised, or was late. A rank's ConfigError passes through unchanged.
         """
-        left(self.names)
+        on_waiting(self.names)
         timeout, size = self.config.trainer.start_timeout_s, len(self)
         host, port = self.start_each("starting", TrainerRank.address, {0: ()}).result(timeout)[0]
         if self._placement.num_nodes > 1:
@@ -139,7 +139,7 @@ class ModelRanks(ActorGroup):
             # Ray shows every actor only its own device, so each is device 0 of its process.
             place = RankPlacement(rank, size, 0, host, port, on_node(rank, self._worker), store, key, self.role.name)
             arguments[rank] = (place, scores, checkpoint)
-        coordinates = self.start_each("setting up", TrainerRank.setup, arguments).result(timeout, left)
+        coordinates = self.start_each("setting up", TrainerRank.setup, arguments).result(timeout, on_waiting)
         self._replicas = [place.data for place in coordinates]
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
@@ -248,7 +248,7 @@ class ModelRanks(ActorGroup):
                     found[name] = _finite(dict(zip(scores, row, strict=True)), name)
         return [found[sequence.sequence_id] for sequence in sequences]
 
-    def exported(
+    def export(
         self, begin: Callable[..., object] = TrainerRank.begin_export, *arguments: Any
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the model under Hugging Face names, in buckets of at most ``sync.bucket_mb``, to this process.

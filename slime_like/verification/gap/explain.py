@@ -117,7 +117,7 @@ class Explanation:
     def is_rounding(self, dtype: str = "float32", bound: float | None = None) -> bool:
         """Return whether what is left is no more than the rounding of ``dtype``; ``bound`` as in ``ProbeGap``."""
         engine, trainer = (self._left.tokens(side).numpy() for side in (self._left.engine, self._left.trainer))
-        return ProbeGap.between(engine, trainer, dtype, self._dimensions.num_layers, bound).is_sound
+        return ProbeGap.compare(engine, trainer, dtype, self._dimensions.num_layers, bound).is_sound
 
     def _try(self, *experiments: Callable[[], Trials]) -> None:
         """Make experiments. The best trial of one that shows a cause stays. A side that does not start is a finding."""

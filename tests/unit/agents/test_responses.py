@@ -225,7 +225,7 @@ def test_a_quoted_mark_does_not_end_thinking(name: str) -> None:
     assert read(name, f"{opened}{draft}{closed}done") == ("done", draft, [])
     assert read(name, f"{opened}a{closed}`{closed}` ends it") == (f"`{closed}` ends it", "a", [])
     assert read(name, f'{opened}"yes"{closed}\n"no"') == ('"no"', '"yes"', [])
-    marked = form_of(name).marked("p", f"{opened}`{closed}` 5{closed}42")
+    marked = form_of(name).mark_thinking("p", f"{opened}`{closed}` 5{closed}42")
     assert marked.replace("\n", "") == f"<think>`{closed}` 5</think>42"
     quoting = ("zap", {"s": f'"{closed}"'})
     assert read(name, f"{opened}a{closed}{call(name, quoting[1])}") == ("", "a", [quoting])
@@ -246,10 +246,10 @@ def test_rewards_read_thinking_between_the_same_marks(name: str) -> None:
     opened, closed, *_ = FORMS[name]
     final = {"harmony": "<|channel|>final<|message|>42", "muse": " to=user<|message|>42"}.get(name, "42")
     form = form_of(name)
-    assert form.marked("p", f"{opened}5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
-    assert form.marked(f"p{opened}", f"5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
-    assert form.marked("p", f"{opened}5?").replace("\n", "") == "<think>5?"
-    assert form.marked("p", final) == "42"
+    assert form.mark_thinking("p", f"{opened}5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
+    assert form.mark_thinking(f"p{opened}", f"5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
+    assert form.mark_thinking("p", f"{opened}5?").replace("\n", "") == "<think>5?"
+    assert form.mark_thinking("p", final) == "42"
 
 
 @pytest.mark.parametrize("said", ["", "I look at it", "I listen to"])
@@ -371,5 +371,5 @@ def test_only_stop_tokens_and_padding_are_left_out(text: str, judged: str) -> No
     stops = made.encode("<stop>x", add_special_tokens=False)
     assert ChatFormat(made).turn_text([1], ids, stops) == judged
     opened = [made.encode(said, add_special_tokens=False) for said in ("3+4?<think>", "5</think>42")]
-    assert form.judged([([1], ids, stops), (*opened, stops)]) == [judged, "<think>5</think>42"]
-    assert form.judged([(*opened, None), ([1], made.encode("a<stop><think>"), None)])[1] == "a<stop>"
+    assert form.decode_turns([([1], ids, stops), (*opened, stops)]) == [judged, "<think>5</think>42"]
+    assert form.decode_turns([(*opened, None), ([1], made.encode("a<stop><think>"), None)])[1] == "a<stop>"

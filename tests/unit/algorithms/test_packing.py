@@ -266,7 +266,7 @@ def sequence(name: str, rows: list[list[int]]) -> ScoredTrajectory:
 @examples(60)
 def test_supports_are_lists_of_ids(parts: list[list[list[int]]], cut: int, token: int) -> None:
     rows = [row for part in parts for row in part]
-    joined = Supports.joined([supports_of(part) for part in parts])
+    joined = Supports.concatenate([supports_of(part) for part in parts])
     assert [ids.tolist() for ids in joined] == rows and len(joined) == len(rows)
     assert [ids.tolist() for ids in joined.first(cut)] == rows[:cut]
     expected = [not row or token in row for row in rows]

@@ -116,9 +116,9 @@ def test_lines_of_waits() -> None:
 
 def test_descriptions_of_waits() -> None:
     engines = Waiting("engines", 3)
-    engines.left(["engine 1 (vllm)", "engine 2 (vllm)"])
+    engines.on_waiting(["engine 1 (vllm)", "engine 2 (vllm)"])
     assert engines.under_way(35.4) == "engines: 1 of 3 ready, 35 s, waiting for engine 1 (vllm) and 1 more"
-    engines.left(["engine 2 (vllm)"])
+    engines.on_waiting(["engine 2 (vllm)"])
     assert engines.under_way(36) == "engines: 2 of 3 ready, 36 s, waiting for engine 2 (vllm)"
     assert Waiting("sampling", 16, "group", lambda: 3).under_way(8) == "sampling: 3 of 16 groups, 8 s"
     assert Waiting("training").under_way(2.6) == "training: 3 s"
@@ -166,7 +166,7 @@ def on_a_terminal(error: Exception | None) -> str:
                 progress.update(step, RL | {"evaluation/accuracy": 0.81})
             progress.note("saved [x]")
             with progress.waiting("engines", 2) as waiting:
-                waiting.left(["engine 1"])
+                waiting.on_waiting(["engine 1"])
                 now.seconds += 7
                 redrawn = b"engines: 1 of 2 ready, 7 s, waiting for engine 1"
                 while redrawn not in received:

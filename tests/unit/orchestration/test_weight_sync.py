@@ -63,11 +63,11 @@ def logprobs(model_dir: Path, dtype: torch.dtype, sharpness: float = 1.0, wrong:
 def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
     """Rounding grows with the logits. Sound logprobs may be off by more than half a nat."""
     got, expected = (logprobs(model_dir, dtype, sharpness) for dtype in (torch.bfloat16, torch.float32))
-    gap = ProbeGap.between(got, expected, "bfloat16", LAYERS, None)
+    gap = ProbeGap.compare(got, expected, "bfloat16", LAYERS, None)
     assert gap.is_sound and 5 * gap.share < gap.bound
     assert (gap.largest > 0.5) is (sharpness == SHARP)
-    assert not ProbeGap.between(got, expected, "bfloat16", LAYERS, 1e-3).is_sound
-    assert not ProbeGap.between(got, expected, "float32", LAYERS, None).is_sound
+    assert not ProbeGap.compare(got, expected, "bfloat16", LAYERS, 1e-3).is_sound
+    assert not ProbeGap.compare(got, expected, "float32", LAYERS, None).is_sound
 
 
 @pytest.mark.parametrize("sharpness", [1.0, SHARP])
@@ -83,7 +83,7 @@ def test_a_sound_engine_in_bfloat16(model_dir: Path, sharpness: float) -> None:
 )
 def test_one_wrong_matrix_is_found(model_dir: Path, wrong: str, dtype: str, sharpness: float) -> None:
     got = logprobs(model_dir, getattr(torch, dtype), sharpness, wrong)
-    gap = ProbeGap.between(got, logprobs(model_dir, torch.float32, sharpness), dtype, LAYERS, None)
+    gap = ProbeGap.compare(got, logprobs(model_dir, torch.float32, sharpness), dtype, LAYERS, None)
     assert not gap.is_sound
     assert gap.share > 0.2  # median, relative to the spread
 
@@ -99,15 +99,15 @@ def test_the_bound_in_float32_lies_between_rounding_and_a_wrong_matrix(
     make_tiny_model(tmp_path, num_hidden_layers=layers)
     exact = logprobs(tmp_path, torch.float64, sharpness)
     wrong = logprobs(tmp_path, torch.float32, sharpness, "model.layers.1.self_attn.v_proj.weight")
-    rounded = ProbeGap.between(logprobs(tmp_path, torch.float32, sharpness), exact, "float32", layers, None)
-    assert 5 * rounded.largest < rounded.bound < ProbeGap.between(wrong, exact, "float32", layers, 1.0).largest / 100
+    rounded = ProbeGap.compare(logprobs(tmp_path, torch.float32, sharpness), exact, "float32", layers, None)
+    assert 5 * rounded.largest < rounded.bound < ProbeGap.compare(wrong, exact, "float32", layers, 1.0).largest / 100
     assert (rounded.bound == pytest.approx(1e-4)) is (layers == LAYERS and sharpness == 1.0)
 
 
 def test_a_trained_models_measured_rounding_is_sound() -> None:
     """SmolLM2-135M: its worst rounding of nine measurements, and the smallest effect of a wrong tensor."""
     expected = np.array([-15.2 - 2.7, -15.2 + 2.7])
-    assert 5 * 3.18e-4 < ProbeGap.between(expected, expected, "float32", 30, None).bound < 0.58 / 100
+    assert 5 * 3.18e-4 < ProbeGap.compare(expected, expected, "float32", 30, None).bound < 0.58 / 100
 
 
 def test_one_token_far_off_is_rounding_in_bfloat16() -> None:
@@ -116,9 +116,9 @@ def test_one_token_far_off_is_rounding_in_bfloat16() -> None:
     expected = np.linspace(-15.2 - 2.67 * 1.7, -15.2 + 2.67 * 1.7, 62)
     got = expected + 0.022 * expected.std()
     got[7] += 3.6
-    sound = ProbeGap.between(got, expected, "bfloat16", 30, None)
+    sound = ProbeGap.compare(got, expected, "bfloat16", 30, None)
     assert sound.is_sound and sound.largest > 3.5 and 4.9 * sound.share < sound.bound
-    assert not ProbeGap.between(expected + 0.132 * expected.std(), expected, "bfloat16", 30, None).is_sound
+    assert not ProbeGap.compare(expected + 0.132 * expected.std(), expected, "bfloat16", 30, None).is_sound
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -126,15 +126,15 @@ def test_nan_is_not_sound(dtype: str) -> None:
     expected = np.linspace(-9, -1, 62, dtype=np.float32)
     got = expected.copy()
     got[5] = np.nan
-    assert not ProbeGap.between(got, expected, dtype, LAYERS, None).is_sound
-    assert ProbeGap.between(expected, expected, dtype, LAYERS, None).is_sound
+    assert not ProbeGap.compare(got, expected, dtype, LAYERS, None).is_sound
+    assert ProbeGap.compare(expected, expected, dtype, LAYERS, None).is_sound
 
 
 def test_equal_logprobs_are_compared_without_their_spread() -> None:
     """A model with a zero head has such logprobs."""
     expected = np.full(62, -5.5, dtype=np.float32)
-    assert ProbeGap.between(expected + np.float32(0.005), expected, "bfloat16", LAYERS, None).is_sound
-    assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", LAYERS, None).is_sound
+    assert ProbeGap.compare(expected + np.float32(0.005), expected, "bfloat16", LAYERS, None).is_sound
+    assert not ProbeGap.compare(expected + np.float32(0.05), expected, "bfloat16", LAYERS, None).is_sound
 
 
 # --------------------------------------------------------------------------------------------------- 8-bit weights
@@ -176,7 +176,7 @@ def test_the_bound_of_8_bit_weights_is_twice_their_gap(
     for got in rounded:
         probe.judge(1, [answers(got)], expected)
         assert 0.04 < (probe.baseline or 0) < 0.15
-        assert not ProbeGap.between(got, expected, "float32", LAYERS, None).is_sound
+        assert not ProbeGap.compare(got, expected, "float32", LAYERS, None).is_sound
         probe.baseline = None
     with rejects(WeightSyncError, "probe-gap"):
         probe.judge(1, [answers(rounded_logprobs(probe, tmp_path, sharpness, ignored=True)[1])], expected)
