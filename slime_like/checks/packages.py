@@ -75,7 +75,7 @@ def missing_compiler(on_cuda: bool) -> Iterator[str]:
         yield f"{include}: Triton compiles kernels with Python.h, which is missing; {remedy}"
 
 
-def cuda_problems(model: ModelConfig) -> Iterator[str]:
+def cpu_only_settings(model: ModelConfig) -> Iterator[str]:
     """Yield settings that only work on a CPU."""
     if model.dtype == "float32":
         yield "model.dtype=float32 does not run on CUDA, whose attention kernels are bfloat16; set bfloat16"

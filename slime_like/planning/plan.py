@@ -11,7 +11,7 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.engines import chosen_transport
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import frozen_problems
-from slime_like.checks.packages import cuda_problems
+from slime_like.checks.packages import cpu_only_settings
 from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.config.roles import CRITIC, POLICY
@@ -136,7 +136,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     found = [*map(str, check_settings(config, dimensions, needs)), *frozen_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
-        found += cuda_problems(config.model)
+        found += cpu_only_settings(config.model)
     plan.problems += dict.fromkeys(found)
     plan.notes += checks.object_store_notes(config.cluster, checks.largest_batch_bytes(config))
     plan.notes += checks.idle_engine_notes(config)

@@ -14,7 +14,7 @@ from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import make_tiny_model
-from tests.engines.harness import PRECISION, RARE_ID, EngineUnderTest, Reference, run_config, started
+from tests.engines.harness import PRECISION, RARE_ID, EngineUnderTest, ReferenceModel, run_config, started
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine, "transformers": TransformersEngine}
 EOS_IDS = list(range(200, 230))
@@ -43,13 +43,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def references(models: list[Path]) -> list[Reference]:
-    return [Reference(model, PRECISION) for model in models]
+def references(models: list[Path]) -> list[ReferenceModel]:
+    return [ReferenceModel(model, PRECISION) for model in models]
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
 def engine(
-    request: pytest.FixtureRequest, references: list[Reference], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, references: list[ReferenceModel], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
     config = run_config(references[0].directory, tmp_path_factory.mktemp("run"), dtype=PRECISION)
     with started(ENGINES[request.param](config, 0), references) as under_test:

@@ -23,7 +23,15 @@ from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, process_ids
 from slime_like.weights.transports.names import SHARED_MEMORY
 from tests.engines.conftest import ENGINES
-from tests.engines.harness import EngineUnderTest, Reference, check_gaps, check_logprobs, run_config, started, tiny_pair
+from tests.engines.harness import (
+    EngineUnderTest,
+    ReferenceModel,
+    check_gaps,
+    check_logprobs,
+    run_config,
+    started,
+    tiny_pair,
+)
 from tests.parallel.tiny import edited_weights
 from tests.parallel.towers import save_tower
 from tests.support.acceptance import some_in_acceptance
@@ -32,7 +40,7 @@ LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
 
 
-def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], temperature: float) -> np.ndarray:
+def gaps(engine: EngineUnderTest, judge: ReferenceModel, prompts: list[list[int]], temperature: float) -> np.ndarray:
     """Return |engine - judge| of every sampled token's logprob, with all prompts in one batch."""
     requests = [
         engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, ignore_eos=True)
@@ -48,7 +56,7 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
 
     The judge rounds only weights. The engine also rounds activations.
     """
-    judges = [Reference(model, "bfloat16") for model in models]
+    judges = [ReferenceModel(model, "bfloat16") for model in models]
     config = run_config(models[0], tmp_path, dtype="bfloat16")
     with started(TransformersEngine(config, 0), judges) as engine:
         for which in (0, 1):
@@ -66,7 +74,7 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
         check_the_median(engine, judges[1], prompts)
 
 
-def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]]) -> None:
+def check_the_median(engine: EngineUnderTest, judge: ReferenceModel, prompts: list[list[int]]) -> None:
     """Require that the conformance bounds hold, and that one wrong matrix violates them."""
     options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "ignore_eos": True}
 
@@ -130,7 +138,7 @@ def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path
     is not served.
     """
     if family in {*TOWERS, *MORE_TOWERS}:
-        references = [Reference(_with_tower(family, tmp_path / str(seed), seed)) for seed in (0, 1)]
+        references = [ReferenceModel(_with_tower(family, tmp_path / str(seed), seed)) for seed in (0, 1)]
     else:
         references = tiny_pair(family, tmp_path)
     has_head = any(name.endswith("lm_head.weight") for name in references[0].weights)

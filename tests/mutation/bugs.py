@@ -310,15 +310,15 @@ OF_TRAINING = [
     *planted(
         "the supports are forgotten",
         PACKS,
-        "supports = padded(pack.support_ids, pack.support_sizes, shard.response_slot)",
+        "supports = pad_supports(pack.support_ids, pack.support_sizes, shard.response_slot)",
         "pass",
         ("supports", "qwen3", "single", SCORES),
     ),
     *planted(
         "supports belong to the row before",
         PACKS,
-        "padded(pack.support_ids, pack.support_sizes, shard.response_slot)",
-        "padded(pack.support_ids, pack.support_sizes, shard.response_slot).roll(1, 0)",
+        "pad_supports(pack.support_ids, pack.support_sizes, shard.response_slot)",
+        "pad_supports(pack.support_ids, pack.support_sizes, shard.response_slot).roll(1, 0)",
         ("supports", "qwen3", "single", SCORES),
     ),
     *planted(

@@ -81,8 +81,8 @@ OF_FACTORS = [
     *planted(
         "weights are merged in place",
         LORA,
-        "return merged(weight, self.a.detach(), self.b.detach(), self.owner, self.scale)",
-        "return weight.copy_(merged(weight, self.a.detach(), self.b.detach(), self.owner, self.scale))",
+        "return merge_lora(weight, self.a.detach(), self.b.detach(), self.owner, self.scale)",
+        "return weight.copy_(merge_lora(weight, self.a.detach(), self.b.detach(), self.owner, self.scale))",
         ("lora", "qwen3", "single", BASE),
     ),
     *planted(

@@ -317,7 +317,7 @@ OF_QUANTIZED: Table = [
         "probe-gap",
         "never loaded",
         "rollout.transformers.engine",
-        "in dequantized(self.receiver.copies(bucket, _device())):",
+        "in dequantize_bucket(self.receiver.copies(bucket, _device())):",
         "in [*dequantized(self.receiver.copies(bucket, _device()))][:0]:",
     ),
 ]

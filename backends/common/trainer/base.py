@@ -23,7 +23,7 @@ from backends.common.step.packs import MicroBatch
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduce_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import StepOptimizer, TrainerState
-from slime_like.checks.packages import cuda_problems
+from slime_like.checks.packages import cpu_only_settings
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.errors import ConfigError, TrainerError
@@ -158,7 +158,7 @@ class TrainerBase(TrainerBackend):
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
         mapped = self.config.engines_map_memory
         if on_cuda:
-            problems += cuda_problems(self.config.model)
+            problems += cpu_only_settings(self.config.model)
             problems += allocator_problems(self.config.sync.transport, mapped, os.environ)
         if problems:
             raise ConfigError(problems)

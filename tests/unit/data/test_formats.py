@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from slime_like.config import DataConfig, TrainerConfig
-from slime_like.data.formats import boxed, held_out_settings
+from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.token_rows import TokenRows
 from slime_like.errors import DataError
+from slime_like.system.words import extract_boxed
 from tests.support import templates
 from tests.support.rejections import Rejects
 from tests.support.templates import tokenizer_of
@@ -184,7 +185,7 @@ def test_answers_are_read_as_published(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -> None:
-    assert boxed(text) == expected
+    assert extract_boxed(text) == expected
 
 
 def test_directories_and_patterns_name_their_files(tmp_path: Path, rejects: Rejects) -> None:

@@ -20,7 +20,7 @@ def test_names_without_an_answer_are_reported(monkeypatch: pytest.MonkeyPatch) -
     asked: ray_calls.Answers[str] = ray_calls.Answers(
         {"one": "a", "two": "b", "three": "c"}, "starting", 9, EngineError
     )
-    assert asked.result(left=left.append) == ["A", "B", "C"]
+    assert asked.result(on_waiting=left.append) == ["A", "B", "C"]
     assert left == [["one", "two", "three"], ["one", "two"], ["one"], []]
 
 

@@ -251,7 +251,7 @@ def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(module, "end_actors", lambda actors, references, timeout_s: None)
     monkeypatch.setattr(module, "ray", SimpleNamespace(cancel=cancelled))
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.002)
-    monkeypatch.setattr(engine_instance, "one", fetched)
+    monkeypatch.setattr(engine_instance, "fetch", fetched)
     write_checkpoint(tmp_path / "model")
 
     def engines(count: int = 1, capacity: int = 2, restarts: int = 2, placement: str = "separate") -> PlayedEngines:

@@ -70,7 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     for module in (model_ranks_module, ray_calls):
         monkeypatch.setattr(module, "ray", cluster)
-    monkeypatch.setattr(ray_calls, "one", cluster.one)
+    monkeypatch.setattr(ray_calls, "fetch", cluster.one)
     return cluster
 
 
