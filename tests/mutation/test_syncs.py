@@ -318,7 +318,7 @@ OF_QUANTIZED: Table = [
         "never loaded",
         "rollout.transformers.engine",
         "in dequantize_bucket(self.receiver.copies(bucket, _device())):",
-        "in [*dequantized(self.receiver.copies(bucket, _device()))][:0]:",
+        "in [*dequantize_bucket(self.receiver.copies(bucket, _device()))][:0]:",
     ),
 ]
 IGNORES = Edit(

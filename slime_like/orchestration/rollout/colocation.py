@@ -1,4 +1,4 @@
-"""Turns of trainers and engines on shared devices (``cluster.placement: colocated``)."""
+"""Switching shared devices between trainers and engines (``cluster.placement: colocated``)."""
 
 from typing import Literal
 
