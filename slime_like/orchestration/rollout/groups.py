@@ -22,13 +22,15 @@ from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, failure_text
 from slime_like.orchestration.rollout.staleness import StalenessGate
 from slime_like.system.words import pluralize
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 GENERATE, REWARD, REWARDED, SCORE, READY = "generate", "reward", "rewarded", "score", "ready"
 
 _MAX_RESAMPLES = 2
 """Number of times that a group is sampled again because rollouts failed."""
 _LOOK_EVERY_S = 0.2
+_TOGETHER_S = 0.002
+"""Wait for groups whose samples end with the same token. They are rewarded in one call."""
 _END_TIMEOUT_S = 60.0
 
 
@@ -144,6 +146,8 @@ class Groups:
         self._engines = engines
         self._scorer = scorer
         self._groups: dict[int, Group] = {}  # by group id, in order of arrival at their stage
+        self._arrived: dict[Group, GroupedUnscoredTrajectories] = {}  # samples of the next call of the scorer
+        self._call: asyncio.Future[list[RewardedGroup]]
         self._asked = config.steps if rollout.max_staleness else 0  # last step whose groups may be issued
 
     # ------------------------------------------------------------------------------------------------- training loop
@@ -236,6 +240,7 @@ class Groups:
             self._groups.clear()
 
     async def _end_tasks(self) -> None:
+        self._arrived = {}
         tasks = [group.task for group in self._groups.values()]
         for task in tasks:
             task.cancel()
@@ -248,6 +253,11 @@ class Groups:
             self._engines.thread.run(self._end_tasks(), _END_TIMEOUT_S)
 
     # ------------------------------------------------------------------------------------------------------- position
+    @property
+    def _takes_all(self) -> bool:
+        """Whether all groups of a batch are needed before anything else happens to them."""
+        return not (self.config.rollout.max_staleness or self.config.rollout.stream or self.roles)
+
     def at(self, stage: str) -> list[Group]:
         """Return the groups at a stage, in order of arrival."""
         with self.changed:
@@ -315,26 +325,44 @@ class Groups:
         while True:
             answers = await self._engines.generate(request, lost)
             samples = to_group(group.prompt, answers, request.sampling.temperature, request.greedy)
-            self._move(group, REWARD, GENERATED, version=self.gate.version)
-            (rewarded,) = await asyncio.to_thread(self._scorer.rewards, [samples])
-            if self._is_final(group, rewarded):
+            if self._is_final(group, await self._reward(group, samples)):
                 break
         group.accepted = asyncio.get_running_loop().create_future()
-        self._move(group, REWARDED)
+        self._move([group], REWARDED)
         self._accept()
         if not await group.accepted or not self.roles:
             return
         for role in self.roles:
             if role.source in (None, group.prompt.source):
                 group.rewarded = await role.score(group.rewarded)
-        self._move(group, READY, SCORED)
+        self._move([group], READY, SCORED)
 
-    def _move(self, group: Group, stage: str, event: str | None = None, version: int | None = None) -> None:
+    async def _reward(self, group: Group, samples: GroupedUnscoredTrajectories) -> RewardedGroup:
+        """Reward the samples. If the batch waits for all groups, those that arrive at the same moment share a call."""
+        if not self._takes_all:
+            self._move([group], REWARD, GENERATED, version=self.gate.version)
+            return (await asyncio.to_thread(self._scorer.rewards, [samples]))[0]
+        place, self._arrived[group] = len(self._arrived), samples
+        if place == 0:
+            self._call = asyncio.ensure_future(self._reward_arrived(self._arrived))
+        return (await asyncio.shield(self._call))[place]
+
+    async def _reward_arrived(self, arrived: dict[Group, GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
+        await asyncio.sleep(_TOGETHER_S)
+        if self._arrived is not arrived:
+            return []  # aborted
+        self._arrived = {}
+        self._move(list(arrived), REWARD, GENERATED, version=self.gate.version)
+        return await asyncio.to_thread(self._scorer.rewards, list(arrived.values()))
+
+    def _move(self, groups: Sequence[Group], stage: str, event: str | None = None, version: int | None = None) -> None:
+        ids = [group.prompt.group_id for group in groups]
         with self.changed:
             if event is not None:
-                self.ledger.add([group.prompt.group_id], event, version=version)
-            group.stage = stage
-            self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
+                self.ledger.add(ids, event, version=version)
+            for group in groups:
+                group.stage = stage
+                self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
             if stage == READY or not self.at(GENERATE):  # what the training loop may wait for
                 self.changed.notify_all()
 
@@ -354,7 +382,7 @@ class Groups:
                 self.ledger.add([group.prompt.group_id], FAILED, reason=reason)
             self.failures.untrained += rewarded.failed
             if again:
-                self._move(group, GENERATE)
+                self._move([group], GENERATE)
                 group.version, group.resamples = self.gate.version, group.resamples + 1
                 self._reissue(group, "failed")
             else:
@@ -366,14 +394,11 @@ class Groups:
     def _accept(self) -> None:
         """Decide which rewarded groups are trained, and issue others in place of the rest.
 
-        With ``max_staleness`` 0, this waits until enough for the batch are rewarded, unless groups are streamed, or
-        scored by workers.
+        If the batch waits for all groups, this waits until enough of them are rewarded.
         """
-        rollout = self.config.rollout
         with self.changed:
             rewarded = self.at(REWARDED)
-            together = not (rollout.max_staleness or rollout.stream or self.roles)
-            if together and len(rewarded) < self.gate.room - len(self.at(READY)):
+            if self._takes_all and len(rewarded) < self.gate.room - len(self.at(READY)):
                 return
             self.failures.check()
             reasons = {group: self._reason_to_drop(group.rewarded) for group in rewarded}
