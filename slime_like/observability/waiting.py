@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slime_like.system.words import pluralize
 
 
-def ignore_answers(on_waiting: Sequence[str] | int) -> None:
+def ignore_answers(waiting: Sequence[str] | int) -> None:
     """Do nothing. The default for callers that show no progress."""
 
 

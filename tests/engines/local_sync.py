@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,15 +18,7 @@ from torch import Tensor
 from rollout.transformers.engine import TransformersEngine
 from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.interfaces import (
-    BucketMetadata,
-    Generation,
-    GenerationRequest,
-    Manifest,
-    UpdateReceipt,
-    WeightBucket,
-    WeightExport,
-)
+from slime_like.interfaces import BucketMetadata, Manifest, WeightBucket, WeightExport
 from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
@@ -136,13 +128,16 @@ class Answers(Generic[T]):
     """Answers that have already arrived."""
 
     values: list[T]
+    references: ClassVar[dict[str, Any]] = {}
 
     def result(self) -> list[T]:
         return self.values
 
 
 class LocalEngines:
-    """A group with one engine."""
+    """One engine in this process, which never dies, in place of ``Engines``."""
+
+    generation, dead = 0, ()
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine
@@ -151,35 +146,19 @@ class LocalEngines:
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(call, 60))
 
-    def __len__(self) -> int:
-        return 1
-
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
 
-    def begin_update(self, version: int, manifests: Later[list[Manifest]]) -> Answers[None]:
-        self.run(self.engine.begin_update(version, Manifest.joined(manifests.result())))
-        return Answers([None])
-
-    def update(self, buckets: list[BucketMetadata], before: Answers[None]) -> Answers[None]:
-        for bucket in buckets:
-            self.run(self.engine.update(bucket))
-        return Answers([None])
-
-    def finish_update(self, version: int, before: Answers[None]) -> Answers[UpdateReceipt]:
-        return Answers([self.run(self.engine.finish_update(version))])
-
-    def probe(self, request: GenerationRequest) -> Answers[list[Generation]]:
-        return Answers([self.run(self.engine.generate(request))])
-
-
-class LocalSupervisor:
-    """Supervisor of an engine in this process, which never dies."""
-
-    generation, has_dead, weights = 0, False, None
-
-    def __init__(self, engines: LocalEngines) -> None:
-        self.engines = engines
+    def ask(self, method: str, *arguments: Any, phase: str) -> Answers[Any]:
+        """Call the engine's method like ``EngineActor``, and wait."""
+        if method == "begin_update":
+            version, manifests = arguments
+            return Answers([self.run(self.engine.begin_update(version, Manifest.joined(manifests.result())))])
+        if method == "update":
+            for bucket in arguments[0]:
+                self.run(self.engine.update(bucket))
+            return Answers([None])
+        return Answers([self.run(getattr(self.engine, method)(arguments[0]))])
 
     def find_dead(self, error: Exception) -> bool:
         return False
@@ -188,7 +167,7 @@ class LocalSupervisor:
 
 
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
-    mixed: Any = (trainers, LocalSupervisor(engines))
+    mixed: Any = (trainers, engines)
     transport = chosen_transport(config, on_cuda=False, num_hosts=1)
     rounded = config.sync.quantization != "none"
     probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, (), rounded)

@@ -143,10 +143,10 @@ def test_rows_of_several_turns(engine: EngineUnderTest, prompts: list[list[int]]
     expected = np.concatenate((chosen(before, ids)[:read], chosen(engine.reference, ids)[read:]))
 
     response = _Response()
-    response.sampled(first)
+    response.add_turn(first)
     response.observe(observation)
-    response.sampled(second)
-    assert _sorted(response.finished("stop")) == expected.tolist()
+    response.add_turn(second)
+    assert _sorted(response.finish("stop")) == expected.tolist()
 
     def turn(given: list[int], generation: Generation, parent: Turn | None) -> Turn:
         asked = CallPrompt(PromptInput(given), "", (), (), "", parent)

@@ -103,8 +103,13 @@ def test_order_of_the_probe(setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(trainers, "start", start_noted)
     noted(trainers, "probe", "answer")
     noted(trainers, "next_bucket")
-    for name in ("update", "finish_update", "probe"):
-        noted(engines, name)
+    ask = engines.ask
+
+    def ask_noted(method: str, *arguments: Any, phase: str) -> Answers[Any]:
+        events.append({"generate": "probe"}.get(method, method))
+        return ask(method, *arguments, phase=phase)
+
+    monkeypatch.setattr(engines, "ask", ask_noted)
     noted(Answers, "result")
     noted(setting.sync._turns, "end_sync")
     setting.sync.run(1)

@@ -271,7 +271,7 @@ OF_TEACHERS = [
         "every tensor rank sums its own columns",
         TEACHER,
         "head.softcap), **shard)",
-        "head.softcap), vocab_size=len(student.weight))",
+        "head.softcap), vocab_size=len(student[1]))",
         ("distilled", "qwen3", "tp2-sp", KLS),
     ),
     *planted(

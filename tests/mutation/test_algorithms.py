@@ -83,7 +83,7 @@ TABLE = [
     (
         "the ratio is taken against a detached copy of itself",
         "slime_like.algorithms.losses.policy",
-        'bounded_exp(log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs")))',
+        'bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))',
         "bounded_exp(log_ratio(inputs.logprobs, inputs.logprobs.detach()))",
         "algorithms/test_losses.py::test_ratio_and_clip_fraction_come_from_the_old_policy",
     ),

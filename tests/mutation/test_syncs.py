@@ -235,7 +235,7 @@ OF_WEIGHTS: Table = [
         "range(0, len(tensors),",
         "range(self._per_bucket, len(tensors),",
     ),
-    planted("incomplete-update", "the engine drops a bucket", SENDER, "in buckets:", "in buckets[1:]:"),
+    planted("incomplete-update", "the engine drops a bucket", SENDER, "in arguments[0]:", "in arguments[0][1:]:"),
     # old tensors stay among the new ones
     planted(
         "probe-gap",

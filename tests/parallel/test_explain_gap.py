@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
 from slime_like.errors import ConfigError
-from slime_like.interfaces import Generation, GenerationRequest, RankPlacement
+from slime_like.interfaces import RankPlacement
+from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.subject import DrivenEngine, start_engine
 from slime_like.verification.gap.explain import Explanation, Finding
@@ -27,7 +28,7 @@ class LocalSides(Sides):
     """A trainer rank and an engine in this process."""
 
     def __init__(self, batch: SavedBatch, placement: RankPlacement, stack: ExitStack) -> None:
-        self._config, self._stack = batch.config, stack
+        self._config, self._stack, self._turns = batch.config, stack, DeviceSwitch()
         self._trainer = TRAINERS[batch.config.trainer.backend](batch.config, placement)
         stack.callback(self._trainer.shutdown)
         self._trainer.setup_for_scoring(batch.checkpoint)
@@ -39,11 +40,7 @@ class LocalSides(Sides):
         assert scored is not None  # there is one stage
         return unpack_response_logprobs(pack, scored[0]["old_logprobs"])
 
-    def _generated(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        return self._engine.generate_all(requests)
-
-    @property
-    def _engine(self) -> DrivenEngine:
+    def _started(self) -> DrivenEngine:  # type: ignore[override]
         if self._driven is None:
             engine = ENGINES[self._config.rollout.engine](self._config, 0)
             loop = self._stack.enter_context(start_engine(engine))
@@ -53,7 +50,7 @@ class LocalSides(Sides):
 
     def sync_problem(self) -> str | None:
         weights = {name: tensor.clone() for bucket in self._trainer.export_weights() for name, tensor in bucket.tensors}
-        receipt, sent = self._engine.run(self._engine.update(weights))
+        receipt, sent = (engine := self._started()).run(engine.update(weights))
         return None if receipt.checksums == sent else "the checksums differ"
 
 

@@ -120,11 +120,11 @@ sys.exit(main(["--version"]))
 
 
 _CYCLE = """
-from slime_like.system.processes import permanent_allocations
+from slime_like.system.processes import exempt_from_gc
 class Kept:
     def __init__(self): self.itself = self
     def __del__(self): print("freed")
-with permanent_allocations():
+with exempt_from_gc():
     Kept()
 """
 

@@ -47,7 +47,7 @@ for name, (response, answer) in given.items():
     handle, _ = _prepare({"functions": [{"field": "f", "name": name, "options": {}}]})
     before = set(sys.modules)
     (sample,) = handle({"prompt": "", "response": response, "answer": answer})["samples"]
-    print(name, sample["successes"], sorted(set(sys.modules) - before))
+    print(name, [won for *_, won in sample["scores"]], sorted(set(sys.modules) - before))
 """
 
 

@@ -23,7 +23,7 @@ class Later(Generic[T]):
     def _answers(self) -> T:
         return self.compute()
 
-    def result(self, timeout_s: float | None = None, left: object = None) -> T:
+    def result(self, timeout_s: float | None = None, on_waiting: object = None) -> T:
         return self._answers
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
-from slime_like.algorithms.losses.policy import LossInputs, require_input
+from slime_like.algorithms.losses.policy import LossInputs, required
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import expanded_temperatures, require_alike, spread_over_tokens
 
@@ -94,7 +94,7 @@ class GRPOLoss:
         inputs = LossInputs(logprobs.flatten(), mask.flatten(), cast_weights, entropy.flatten(), **flat)
         inputs.response_lens = lengths
         if self.config.importance.normalize and self.config.importance.correction != "none":
-            old, behaviour = require_input(inputs, "old_logprobs"), require_input(inputs, "behaviour_logprobs")
+            old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
             made, _ = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, lengths)
             inputs.mean_weights = torch.full_like(made, mean_weight(made, inputs.loss_mask, weights))
         output = self.loss(inputs)

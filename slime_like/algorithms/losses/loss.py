@@ -20,7 +20,7 @@ from slime_like.algorithms.importance import (
     off_policy_sequence_mask,
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
-from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, require_input, token_ratio
+from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.plugins.objective import LOSSES
@@ -143,7 +143,7 @@ class Loss:
         check_terms(self.name, terms, inputs)
         correction = None
         if self._correct is not None:
-            old, behaviour = require_input(inputs, "old_logprobs"), require_input(inputs, "behaviour_logprobs")
+            old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
             settings, lengths = self._config.importance, inputs.response_lens
             correction = configured_weights(settings, old, behaviour, inputs.loss_mask, lengths, self._correct)
         policy = self._corrected(terms.per_token, correction, inputs)
@@ -152,9 +152,9 @@ class Loss:
         if kl is not None:
             per_token = per_token + self._config.kl.coef * kl
         if self.needs_entropy:
-            per_token = per_token - self._config.entropy_coef * require_input(inputs, "entropy")
+            per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
         if self._distillation > 0:
-            per_token = per_token + self._distillation * require_input(inputs, "divergence")
+            per_token = per_token + self._distillation * required(inputs, "divergence")
         loss = _weighted_sum(per_token, inputs)
         sums = _figures(inputs, loss, policy, kl, terms, correction)
         sums.rejected = rejected
@@ -165,8 +165,8 @@ class Loss:
         rejection, before = self._config.rejection, inputs.loss_mask.sum().double()
         if rejection.estimator == "none":
             return inputs, torch.zeros_like(before)
-        old, behaviour = require_input(inputs, "old_logprobs"), require_input(inputs, "behaviour_logprobs")
-        lengths = require_input(inputs, "response_lens")
+        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+        lengths = required(inputs, "response_lens")
         kept = kept_sequences(rejection, old, behaviour, inputs.loss_mask, lengths)
         mask = inputs.loss_mask & spread_over_tokens(kept, lengths, inputs.loss_mask.numel())
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
@@ -182,14 +182,14 @@ class Loss:
         sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
         if sampled is None:
             raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
-        advantages, lengths = require_input(inputs, "advantages"), require_input(inputs, "response_lens")
+        advantages, lengths = required(inputs, "advantages"), required(inputs, "response_lens")
         keep = off_policy_sequence_mask(inputs.logprobs, sampled, advantages, inputs.loss_mask, lengths, threshold)
         return torch.where(keep, per_token, 0.0)
 
     def _kl(self, inputs: LossInputs) -> Tensor | None:
         if not self.needs_reference:
             return None
-        reference = require_input(inputs, "ref_logprobs")
+        reference = required(inputs, "ref_logprobs")
         kl = kl_estimate(inputs.logprobs, reference, self._kl_estimator)
         if self._config.kl.straight_through:
             exact = kl_estimate(inputs.logprobs, reference, "k2")

@@ -113,7 +113,7 @@ class RatioLoss(PolicyLoss, Protocol):
     promise: ClassVar[Promise] = Promise(follows=True)
 
 
-def require_input(inputs: LossInputs, name: str) -> Tensor:
+def required(inputs: LossInputs, name: str) -> Tensor:
     """Return an input that the loss needs; raise ``ValueError`` if it is missing."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
@@ -123,7 +123,7 @@ def require_input(inputs: LossInputs, name: str) -> Tensor:
 
 def token_ratio(inputs: LossInputs) -> Tensor:
     """Return (R,) pi_current / pi_old, with graph, between exp(-20) and exp(20) (``importance.py``)."""
-    return bounded_exp(log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs")))
+    return bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))
 
 
 def require_option(name: str, value: float | None, low: float, high: float = math.inf, above: bool = False) -> None:

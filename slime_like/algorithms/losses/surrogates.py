@@ -11,8 +11,8 @@ from slime_like.algorithms.losses.policy import (
     LossInputs,
     PolicyTerms,
     RatioLoss,
-    require_input,
     require_option,
+    required,
     token_ratio,
 )
 from slime_like.algorithms.promise import Promise
@@ -28,7 +28,7 @@ class PolicyGradient(RatioLoss):
     needs_old: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        return PolicyTerms(-require_input(inputs, "advantages") * inputs.logprobs)
+        return PolicyTerms(-required(inputs, "advantages") * inputs.logprobs)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PPOClip(RatioLoss):
         return token_ratio(inputs)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        ratio, advantages = self.ratio(inputs), require_input(inputs, "advantages")
+        ratio, advantages = self.ratio(inputs), required(inputs, "advantages")
         plain, bounded = -ratio * advantages, -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
         loss, clipped = torch.maximum(plain, bounded), bounded > plain
         if self.dual_clip is not None:
@@ -106,7 +106,7 @@ class CISPO(RatioLoss):
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         ratio = token_ratio(inputs).detach()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        per_token = -weight * require_input(inputs, "advantages") * inputs.logprobs
+        per_token = -weight * required(inputs, "advantages") * inputs.logprobs
         return PolicyTerms(per_token, ratio, weight != ratio)
 
 
@@ -132,7 +132,7 @@ class SAPO(RatioLoss):
         require_option("tau_negative", self.tau_negative, 0, above=True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        ratio, advantages = token_ratio(inputs), require_input(inputs, "advantages")
+        ratio, advantages = token_ratio(inputs), required(inputs, "advantages")
         positive, negative = (advantages.new_tensor(tau) for tau in (self.tau_positive, self.tau_negative))
         tau = torch.where(advantages > 0, positive, negative)
         gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
@@ -159,8 +159,8 @@ class GSPO(PPOClip):
     per_sequence: ClassVar[bool] = True
 
     def ratio(self, inputs: LossInputs) -> Tensor:
-        lengths = require_input(inputs, "response_lens")
-        log_ratios = log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs"))
+        lengths = required(inputs, "response_lens")
+        log_ratios = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
         per_sequence = masked_segment_mean(log_ratios, inputs.loss_mask, lengths)
         return spread_over_tokens(bounded_exp(per_sequence), lengths, inputs.logprobs.numel())
 
@@ -189,8 +189,8 @@ class GMPO(RatioLoss):
         require_option("clip_high", self.clip_high, 0)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        lengths, advantages = require_input(inputs, "response_lens"), require_input(inputs, "advantages")
-        logs = log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs"))
+        lengths, advantages = required(inputs, "response_lens"), required(inputs, "advantages")
+        logs = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
         bounded = torch.where(advantages < 0, logs.clamp_min(-self.clip_low), logs.clamp_max(self.clip_high))
         mean = bounded_exp(masked_segment_mean(bounded, inputs.loss_mask, lengths))
         ratio = spread_over_tokens(mean, lengths, logs.numel())

@@ -12,8 +12,8 @@ from slime_like.algorithms.losses.policy import (
     LossInputs,
     PolicyTerms,
     RatioLoss,
-    require_input,
     require_option,
+    required,
     token_ratio,
 )
 from slime_like.algorithms.losses.surrogates import PPOClip
@@ -41,7 +41,7 @@ class _DPPO(RatioLoss):
         """Return (R,) divergences from the old policy to the current one."""
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        old, advantages = require_input(inputs, "old_logprobs"), require_input(inputs, "advantages")
+        old, advantages = required(inputs, "old_logprobs"), required(inputs, "advantages")
         ratio, current = token_ratio(inputs).detach(), inputs.logprobs.detach()
         divergence, up, down = self.divergence(old, current), advantages > 0, advantages < 0
         far = torch.where(up, divergence > self.high, divergence > self.low)
@@ -137,7 +137,7 @@ class ClipCov(PPOClip):
         return torch.zeros(len(covariances), dtype=torch.bool).index_fill(0, drawn, True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        terms, apart = super().__call__(inputs), require_input(inputs, "chosen_tokens")
+        terms, apart = super().__call__(inputs), required(inputs, "chosen_tokens")
         assert terms.clipped is not None
         return PolicyTerms(terms.per_token.masked_fill(apart, 0.0), terms.ratio, terms.clipped | apart)
 
@@ -170,8 +170,8 @@ class KLCov(RatioLoss):
         return torch.zeros(len(covariances), dtype=torch.bool).index_fill(0, highest, True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        advantages, apart = require_input(inputs, "advantages"), require_input(inputs, "chosen_tokens")
-        logs = log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs"))
+        advantages, apart = required(inputs, "advantages"), required(inputs, "chosen_tokens")
+        logs = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
         ratio = bounded_exp(logs)
         kl = (ratio - 1 - logs).masked_fill(~apart, 0.0)
         return PolicyTerms(-ratio * advantages + self.coef * kl, ratio.detach())
@@ -197,6 +197,6 @@ class DRO(RatioLoss):
         require_option("beta", self.beta, 0, above=True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        moved = log_ratio(inputs.logprobs, require_input(inputs, "old_logprobs"))
-        gain = require_input(inputs, "advantages") * inputs.logprobs
+        moved = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
+        gain = required(inputs, "advantages") * inputs.logprobs
         return PolicyTerms(0.5 * self.beta * moved.square() - gain, bounded_exp(moved.detach()))

@@ -61,7 +61,7 @@ class Answers(Generic[_Answer]):
         """Wait for all answers, and for calls that were deferred before. The first failure ends the wait, as ``error``.
 
         Args:
-            left: called with the names that have not answered yet, first at the start and then after every answer.
+            on_waiting: called with the names that have not answered yet, at the start and then after every answer.
         """
         if self.before is not None:
             self.before(timeout_s)

@@ -89,7 +89,7 @@ class Engines:
         """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``, then let all serve.
 
         Args:
-            left: called with the engines that are not ready yet.
+            on_waiting: called with the engines that are not ready yet.
         """
         self.ask("start", phase="starting").result(self._config.engine_start_timeout_s + _IMPORTS_S, on_waiting)
         self.admit()

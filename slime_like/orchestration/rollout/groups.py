@@ -51,7 +51,7 @@ class Group:
     version: int
     stage: str = GENERATE
     resamples: int = 0
-    task: asyncio.Task[None] = field(init=False, repr=False)
+    task: asyncio.Task[None] | None = field(init=False, default=None, repr=False)
     accepted: asyncio.Future[bool] = field(init=False, repr=False)
     rewarded: RewardedGroup = field(init=False, repr=False)
 
@@ -241,7 +241,7 @@ class Groups:
 
     async def _end_tasks(self) -> None:
         self._arrived = {}
-        tasks = [group.task for group in self._groups.values()]
+        tasks = [group.task for group in self._groups.values() if group.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -301,10 +301,10 @@ class Groups:
         version = self.gate.version
         prompts, restored = self.prompts.take(self.gate.may_issue(len(self._groups)))
         groups = [Group(prompt, request, version) for prompt, request in prompts]
-        self._groups |= {group.prompt.group_id: group for group in groups}
         ids = [group.prompt.group_id for group in groups]
         self.ledger.add(ids[restored:], ISSUED, version=version)
         self.ledger.add(ids[:restored], REISSUED, version=version, reason="resumed")
+        self._groups |= dict(zip(ids, groups, strict=True))
         self._engines.thread.loop.call_soon_threadsafe(self._begin, groups)  # together: engines get them as a batch
 
     def _begin(self, groups: Sequence[Group]) -> None:

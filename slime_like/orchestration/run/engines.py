@@ -123,7 +123,7 @@ def _role_pools(
     """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
 
     Args:
-        left: called with the workers that are not ready yet.
+        on_waiting: called with the workers that are not ready yet.
     """
     loading = [worker.name for worker in workers]
     on_waiting(loading)

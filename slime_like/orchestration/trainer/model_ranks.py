@@ -117,7 +117,7 @@ class ModelRanks(ActorGroup):
         """Rendezvous, build and load, within ``trainer.start_timeout_s``.
 
         Args:
-            left: called with the ranks that are not ready yet.
+            on_waiting: called with the ranks that are not ready yet.
             only_scores: whether to set up without gradients and optimizer, as for every model that is not trained.
             checkpoint: weights to score with (from ``save``); by default those of ``model.path``.
 
