@@ -360,10 +360,11 @@ class Groups:
         with self.changed:
             if event is not None:
                 self.ledger.add(ids, event, version=version)
+            sampled = any(group.stage == GENERATE for group in groups)
             for group in groups:
                 group.stage = stage
                 self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
-            if stage == READY or not self.at(GENERATE):  # what the training loop may wait for
+            if stage == READY or (sampled and not self.at(GENERATE)):  # what the training loop may wait for
                 self.changed.notify_all()
 
     def _reissue(self, group: Group, reason: str) -> None:
