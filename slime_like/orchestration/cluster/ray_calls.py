@@ -131,9 +131,7 @@ class ActorGroup:
         self, phase: str, method: Callable[Concatenate[Any, _P], _Answer], /, *arguments: _P.args, **options: _P.kwargs
     ) -> "Answers[_Answer]":
         """Call every actor without waiting."""
-        pairs = zip(self.names, self.actors, strict=True)
-        sent = {name: getattr(actor, method.__name__).remote(*arguments, **options) for name, actor in pairs}
-        return Answers(sent, phase, self.timeout_s, self._error, self._watch, before=self.settle)
+        return self.start_each(phase, method, dict.fromkeys(range(len(self.actors)), arguments), **options)
 
     def start_each(
         self, phase: str, method: Callable[..., _Answer], arguments: Mapping[int, tuple[Any, ...]], **options: Any

@@ -107,7 +107,7 @@ class Engines:
     ) -> Answers[Any]:
         """Call a method of all engines, or of ``instances``. Returns immediately.
 
-        Ray starts the call once those of its arguments that are references are there.
+        Ray starts the call when the arguments that are references have arrived.
         """
         asked = self.instances if instances is None else instances
         references = {each.name: getattr(each.actor, method).remote(*arguments) for each in asked}
@@ -289,7 +289,8 @@ class Engines:
             finally:
                 self._last_answer = time.monotonic()
                 call.release()
-                self.thread.loop.call_later(_TOGETHER_S, self._send)
+                if self._waiting:
+                    self.thread.loop.call_later(_TOGETHER_S, self._send)
             assert call.engine is not None
             try:
                 return call.result(call.engine)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,6 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.data.ledger import DROPPED, FAILED, GENERATED, ISSUED, REISSUED, SCORED, TRAINED, Ledger
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.errors import RewardError
 from slime_like.interfaces import GenerationRequest
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
@@ -19,9 +18,8 @@ from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.prompt_queue import PromptQueue
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.roles import RoleQueue
-from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, failure_text
+from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, StepFailures
 from slime_like.orchestration.rollout.staleness import StalenessGate
-from slime_like.system.words import pluralize
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 GENERATE, REWARD, REWARDED, SCORE, READY = "generate", "reward", "rewarded", "score", "ready"
@@ -54,56 +52,6 @@ class Group:
     task: asyncio.Task[None] | None = field(init=False, default=None, repr=False)
     accepted: asyncio.Future[bool] = field(init=False, repr=False)
     rewarded: RewardedGroup = field(init=False, repr=False)
-
-
-@dataclass(slots=True)
-class StepFailures:
-    """Failed rollouts and dropped groups of the step whose batch is being formed.
-
-    Attributes:
-        step_rollouts: number of rollouts of a step.
-        max_fraction, max_drops: ``reward.max_failed_fraction``, ``rollout.max_drops_per_step``.
-        untrained: failed rollouts that are not trained, by their last row, since they were last taken.
-        rollouts, failures: all rollouts since a batch was last formed, without those to be sampled again, and metadata
-            of those that failed.
-        dropped: groups dropped since a batch was last formed.
-    """
-
-    step_rollouts: int
-    max_fraction: float
-    max_drops: int
-    untrained: list[ScoredTrajectory] = field(default_factory=list)
-    rollouts: int = 0
-    failures: list[Mapping[str, Any]] = field(default_factory=list)
-    dropped: int = 0
-
-    def form(self) -> None:
-        """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
-        self.dropped = 0
-        if self.rollouts >= self.step_rollouts:
-            self.rollouts, self.failures = 0, []
-
-    def check(self) -> None:
-        """Raise ``RewardError`` if too many rollouts have failed, of at least as many as a step has."""
-        failed = len(self.failures)
-        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
-            raise RewardError(
-                f"{failed} of {pluralize(self.rollouts, 'rollout')} for one step failed "
-                f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}",
-                code="too-many-failures",
-                remedy="correct what failed, or raise the fraction",
-            )
-
-    def drop(self, reason: str) -> None:
-        """Count a dropped group. Raise ``RewardError`` if there are too many."""
-        self.dropped += 1
-        if self.dropped > self.max_drops:
-            raise RewardError(
-                f"{self.dropped} groups for one step were dropped, the last one because of {reason}, more "
-                f"than rollout.max_drops_per_step={self.max_drops}",
-                code="too-many-drops",
-                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
-            )
 
 
 class Groups:
@@ -255,7 +203,7 @@ class Groups:
     # ------------------------------------------------------------------------------------------------------- position
     @property
     def _takes_all(self) -> bool:
-        """Whether all groups of a batch are needed before anything else happens to them."""
+        """Whether a batch waits until all of its groups are rewarded, and takes them together."""
         return not (self.config.rollout.max_staleness or self.config.rollout.stream or self.roles)
 
     def at(self, stage: str) -> list[Group]:

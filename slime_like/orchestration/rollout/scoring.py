@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT, OnFailure
+from slime_like.errors import RewardError
 from slime_like.interfaces import Conversation, Scores
 from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.response_parts import without_opening
+from slime_like.system.words import pluralize
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 OUTCOME, MASKED, RESAMPLED, ZEROED = "outcome", "masked", "resampled", "zeroed"
@@ -227,3 +229,53 @@ def failure_text(metadata: Iterable[Mapping[str, Any]]) -> str:
     failed = [entry for entry in metadata if "reason" in entry]
     details = [entry.get("detail") or entry["function"] for entry in failed if entry.keys() & {"detail", "function"}]
     return by_reason([entry["reason"] for entry in failed]) + (f", first: {details[0]}" if details else "")
+
+
+@dataclass(slots=True)
+class StepFailures:
+    """Failed rollouts and dropped groups of the step whose batch is being formed.
+
+    Attributes:
+        step_rollouts: number of rollouts of a step.
+        max_fraction, max_drops: ``reward.max_failed_fraction``, ``rollout.max_drops_per_step``.
+        untrained: failed rollouts that are not trained, by their last row, since they were last taken.
+        rollouts, failures: all rollouts since a batch was last formed, without those to be sampled again, and metadata
+            of those that failed.
+        dropped: groups dropped since a batch was last formed.
+    """
+
+    step_rollouts: int
+    max_fraction: float
+    max_drops: int
+    untrained: list[ScoredTrajectory] = field(default_factory=list)
+    rollouts: int = 0
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+    dropped: int = 0
+
+    def form(self) -> None:
+        """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
+        self.dropped = 0
+        if self.rollouts >= self.step_rollouts:
+            self.rollouts, self.failures = 0, []
+
+    def check(self) -> None:
+        """Raise ``RewardError`` if too many rollouts have failed, of at least as many as a step has."""
+        failed = len(self.failures)
+        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
+            raise RewardError(
+                f"{failed} of {pluralize(self.rollouts, 'rollout')} for one step failed "
+                f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}",
+                code="too-many-failures",
+                remedy="correct what failed, or raise the fraction",
+            )
+
+    def drop(self, reason: str) -> None:
+        """Count a dropped group. Raise ``RewardError`` if there are too many."""
+        self.dropped += 1
+        if self.dropped > self.max_drops:
+            raise RewardError(
+                f"{self.dropped} groups for one step were dropped, the last one because of {reason}, more "
+                f"than rollout.max_drops_per_step={self.max_drops}",
+                code="too-many-drops",
+                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
+            )

@@ -77,7 +77,7 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
 def train_critic(
     run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock
 ) -> tuple[list[Answers[Any]], dict[str, float]]:
-    """Replace advantages by those of the critic's values. Start its optimizer steps, as many as the policy's.
+    """Compute advantages from the critic's values. Start its optimizer steps, as many as the policy's.
 
     On devices of its own, they run while the policy trains. Return their answers, and the metrics of a KL in the
     reward; nothing without a critic.
