@@ -16,7 +16,6 @@ from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.memory import trainer_phases
 from slime_like.planning.planned_run import PlannedRun, estimate_kinds, plannable_backend
-from slime_like.system.onednn import use_onednn
 from slime_like.trajectory import PackedTrajectory
 
 HUGGING_FACE = ("hf-packed", "hf-padded")
@@ -103,11 +102,9 @@ def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:
 
 
 def _prepare(threads: int | None) -> None:
-    """Prepare the process like a trainer rank's; products on a CPU could be slower otherwise."""
+    """Prepare the process like a trainer rank's."""
     if threads is not None:
         torch.set_num_threads(threads)
-    if not torch.cuda.is_available():
-        use_onednn()
 
 
 def ceiling(threads: int | None) -> float:

@@ -25,7 +25,6 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.tower import language_names, loading_options
-from slime_like.system.onednn import use_onednn
 from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.quantization import dequantize_bucket
@@ -142,7 +141,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
 
         register_grouped_sdpa()
         if on_cpu():
-            use_onednn()
             keep_freed_memory()
         arguments = self._config.rollout.own_engine_args
         attention = "eager" if self._dimensions.attention.sinks else GROUPED_SDPA

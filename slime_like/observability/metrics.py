@@ -1,4 +1,4 @@
-"""Metrics on disk: JSON lines, read and written, optionally TensorBoard and Weights & Biases, and a plot of the run."""
+"""Metrics on disk: JSON lines, read and written, and optionally TensorBoard and Weights & Biases."""
 
 import json
 import math
@@ -11,19 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import DataError, SlimeLikeError
-from slime_like.observability.names import ACCURACY, REWARD
-from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 from slime_like.system.disk import refusal
 
 METRICS_FILE, REPORT_FILE = "metrics.jsonl", "report.html"
 WANDB_ID = "wandb_id"
-_REWARD_COLOR = "#0072B2"  # color-blind readers can tell blue and vermilion apart
-_ACCURACY_COLOR = "#D55E00"
 
 
 class MetricLogger:
@@ -108,7 +103,7 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 class TensorBoardTracker:
-    """Tracker that writes scalars and debug samples as TensorBoard event files in ``directory``."""
+    """Tracker that writes scalars as TensorBoard event files in ``directory``. Tables are in the report."""
 
     def __init__(self, directory: Path, finished_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -120,22 +115,10 @@ class TensorBoardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples as text, indented so that TensorBoard does not read them as Markdown. Skips other tables."""
-        if name == SAMPLE_TABLE:
-            cells = [{column: row[column] for column in reading_order(list(row))} for row in rows]
-            text = "\n\n---\n\n".join("\n".join(map(_markdown_code, row.items())) for row in cells)
-            self._writer.add_text(name, text.encode(errors="backslashreplace").decode(), step)
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _markdown_code(cell: tuple[str, Any]) -> str:
-    """Return a cell as indented lines of bounded width, because TensorBoard does not wrap code."""
-    name, value = cell
-    lines = f"{name}: {f'{value:.4g}' if isinstance(value, float) else value}".split("\n")
-    return "\n".join(fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 4) or " " * 4 for line in lines)
 
 
 class WandbTracker:
@@ -170,35 +153,6 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def plot_reward_curve(metrics_path: Path, png_path: Path) -> None:
-    """Plot mean reward per step, its running mean, and held-out accuracy, as a PNG of 1280 x 720 pixels."""
-    records = read_metrics(metrics_path)
-    rewards, accuracy = series(records, REWARD), series(records, ACCURACY)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, values = rewards
-    window = smoothing_window(len(values))
-    axes.plot(steps, values, color=_REWARD_COLOR, alpha=0.4, linewidth=1, label="mean reward of a step")
-    smooth = running_mean(values, window)
-    axes.plot(steps, smooth, color=_REWARD_COLOR, linewidth=2.5, label=f"running mean over {window} steps")
-    if accuracy[0]:
-        axes.plot(*accuracy, "o--", color=_ACCURACY_COLOR, markersize=8, linewidth=1.2, label="held-out accuracy")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("training step", fontsize=13)
-    axes.set_ylabel("mean reward, held-out accuracy" if accuracy[0] else "mean reward", fontsize=13)
-    axes.tick_params(labelsize=12)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=12, loc="best", frameon=False)
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, format="png")
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

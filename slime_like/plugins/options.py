@@ -33,7 +33,6 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         # trainer.activation_offload
         "activation-offload": "backends.megatron.activations:ActivationOffload",
         # trainer ranks without a GPU
-        "onednn": "slime_like.system.onednn:use_onednn",
         "megatron-on-cpu": "backends.megatron.cpu_runtime:megatron_runtime",
         # sync.delta, sync.quantization
         "delta-sender": "slime_like.weights.delta:DeltaSender",

@@ -1,22 +1,19 @@
-"""New interpreters: light imports, how much a run imports, interrupts, memory, and oneDNN."""
+"""New interpreters: light imports, how much a run imports, interrupts, and memory."""
 
-import gc
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import slime_like
 from slime_like.plugins.options import OPTIONS
-from slime_like.system.onednn import replace_products
-from tests.process.conftest import in_a_fork, python
+from tests.process.conftest import python
 
-# Log readers and progress. No import may choose a plotting backend for the user.
+# Log readers and progress.
 OBSERVABILITY = tuple(f"observability.{name}" for name in ("records", "names", "metrics", "progress"))
-LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
+LOGS = {"torch", "ray", "tensorboard", "wandb"}
 
 
 @pytest.mark.parametrize(
@@ -153,24 +150,3 @@ def test_freed_blocks_cause_no_more_page_faults() -> None:
 def test_permanent_objects_are_freed_when_the_process_ends() -> None:
     """Packages that count their objects, like nanobind in Triton, would print a page of warnings."""
     assert python(_CYCLE) == "freed\n"
-
-
-def _by_onednn() -> bool:
-    a = torch.ones(300, 300)
-    with torch.profiler.profile() as profile:
-        torch.mm(a, a)
-    return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
-
-
-def _before_during_and_after() -> list[bool]:
-    found = [_by_onednn()]
-    kept = replace_products()
-    found.append(_by_onednn())
-    del kept
-    gc.collect()
-    return [*found, _by_onednn()]
-
-
-def test_large_products_use_onednn_during_the_handles_lifetime() -> None:
-    """An engine may have replaced them permanently in the test process."""
-    assert in_a_fork(_before_during_and_after) == [False, True, False]

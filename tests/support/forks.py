@@ -23,7 +23,6 @@ PRELOADED = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "rollout.transformers.engine", "slime_like.commands.root", "slime_like.orchestration.rollout.engine_actor",
     "slime_like.orchestration.trainer.rank", "slime_like.train", "aiohttp", "math_verify",
-    "matplotlib.backends.backend_agg", "matplotlib.figure",  # which draw the curve of a run
     "pyarrow",  # which Ray imports in every worker
     *sorted({path.partition(":")[0] for path in OPTIONS.values()}),
     "slime_like.models.families.deepseek_v3", "slime_like.models.families.gemma3",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import slime_like
 
-HIDDEN = ("megatron", "math_verify", "ring_flash_attn", "tensorboard", "matplotlib")
+HIDDEN = ("megatron", "math_verify", "ring_flash_attn", "tensorboard")
 """What an engine's environment need not have."""
 
 

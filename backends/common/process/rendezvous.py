@@ -14,7 +14,6 @@ from slime_like.checks.packages import ALLOCATOR, expandable_segments
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
-from slime_like.plugins.options import load_option
 from slime_like.system.gpus import stay_near
 from slime_like.system.network import listen
 from slime_like.system.processes import keep_freed_memory
@@ -32,7 +31,6 @@ def prepare_processor(trainer: TrainerConfig, placement: RankPlacement) -> None:
         stay_near(f"GPU-{gpu_uuid(placement.local_rank)}")
     torch.set_num_threads(trainer.cpu_threads or min(share, len(os.sched_getaffinity(0))))
     if not on_cuda:
-        load_option("onednn")()
         keep_freed_memory()
 
 

@@ -31,7 +31,7 @@ EXPORT, CRITIC_EXPORT = "hf", "critic_hf"
 """Name of the trained model's Hugging Face directory."""
 
 _WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
-_WRITTEN += ("checkpoints", "reward_curve.png", "tables", "tensorboard")
+_WRITTEN += ("checkpoints", "tables", "tensorboard")
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ: tuple[str, ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.models.weight_files import fingerprint
-from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series
+from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
@@ -82,7 +82,7 @@ class Milestones:
         return evaluates or saves or committed is not None
 
     def finish(self, wall_s: float) -> TrainSummary:
-        """Export the model, draw the curves, then write and return the summary. Call after the last step."""
+        """Export the model, then write and return the summary. Call after the last step."""
         run, config = self._run, self._run.config
         self._finish_save()
         self._recorder.finish()
@@ -98,9 +98,6 @@ class Milestones:
                 files[title] = config.run_dir / directory
                 with run.progress.waiting(phase), model.on_devices():
                     model.call(phase, TrainerRank.export_hf, files[title])
-        if run.source.has_rewards:
-            files["reward curve"] = config.run_dir / "reward_curve.png"
-            plot_reward_curve(files["metrics"], files["reward curve"])
         until = RunDirectory(config).measured_otherwise_until()
         before, after = accuracy_change(read_metrics(files["metrics"]), comparable=until == 0)
         summary = TrainSummary(before, after, until, self._recorder.tokens_per_second, wall_s, files)

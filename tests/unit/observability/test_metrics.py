@@ -1,4 +1,4 @@
-"""Metrics on disk, read with plain json and TensorBoard's reader; the curve, and the clock of phases."""
+"""Metrics on disk, read with plain json and TensorBoard's reader, and the clock of phases."""
 
 import json
 import math
@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import matplotlib.backends.backend_agg  # here, so the import's time does not count for the first test
-import matplotlib.figure
-import matplotlib.image
-import matplotlib.ticker
 import numpy as np
 import pytest
 import torch
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.metrics import MetricLogger, plot_reward_curve, read_metrics, running_mean, series
+from slime_like.observability.metrics import MetricLogger, read_metrics, running_mean, series
 from slime_like.observability.records import PhaseClock
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
@@ -111,27 +106,6 @@ def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
 
 
-def test_tensorboard_samples(tmp_path: Path) -> None:
-    """Samples are code without markup, in the report's column order, in lines that fit a screen."""
-    from markdown import markdown
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    first = {"loss": 0.5, "Answer": "4", "Reward_m": 1 / 3, "Prompt": "**bold** | <b>\n\n# a\ud800\r- b"}
-    logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
-    logger.log_table(3, SAMPLE_TABLE, [first, {"Prompt": "word " * 99, "Answer": "5"}])
-    logger.log_table(3, TOKEN_TABLE, [{"Decoded Token": "4"}])
-    logger.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (tag,) = events.Tags()["tensors"]
-    (event,) = events.Tensors(tag)
-    page = markdown(event.tensor_proto.string_val[0].decode())
-    shown = "Prompt: **bold** | &lt;b&gt;\n\n# a\\ud800 - b\nAnswer: 4\nReward_m: 0.3333\n"
-    assert event.step == 3 and page.startswith(f"<pre><code>{shown}</code></pre>\n<hr />\n<pre><code>Prompt: word word")
-    assert max(map(len, page.splitlines())) < 140 and page.count("word") == 99
-    assert page.endswith("\nAnswer: 5\n</code></pre>")
-
-
 def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log_table(
         1, "samples", [{"Prompt": "1+1=\n", "Logprobs": [-0.5, math.nan]}, {"Prompt": "ü", "Logprobs": [math.inf]}]
@@ -184,33 +158,11 @@ def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pyt
         wandb.init.assert_called_with(**given, **own)
 
 
-REWARD_BLUE = (0x00, 0x72, 0xB2)
-ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
-
-
-def count_pixels(png: Path, color: tuple[int, int, int]) -> int:
-    pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255)
-    return int((np.abs(pixels - color).max(axis=-1) < 3).sum())
-
-
 @pytest.mark.parametrize("window", [1, 3, 10, 50])
 def test_running_mean(window: int) -> None:
     values = np.random.default_rng(0).random(30)
     expected = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(30)]
     assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("steps", "accuracy"), [(1, True), (40, False)])
-def test_plot(tmp_path: Path, steps: int, accuracy: bool) -> None:
-    rows = [{"step": step, "ref_actor_rewards/total_reward_mean": step / steps} for step in range(1, steps + 1)]
-    if accuracy:
-        rows = [{"step": 0, "evaluation/accuracy": 0.5}, *rows, {"step": steps, "evaluation/accuracy": 0.5}]
-    log, png = tmp_path / "metrics.jsonl", tmp_path / "new" / "curve.png"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plot_reward_curve(log, png)
-    assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
-    assert count_pixels(png, REWARD_BLUE) > 50
-    assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy
 
 
 def clock_at(*seconds: float) -> PhaseClock:
