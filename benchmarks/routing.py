@@ -15,17 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, cast
 
 import ray
 
 from benchmarks.report import heading, met, parser, publish, table
-from slime_like.config import ClusterConfig, RunConfig
+from slime_like.config import ClusterConfig
 from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.rollout.engine_instance import EngineCall, EngineInstance
-from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.engine_instance import Dispatcher, EngineCall, EngineInstance
 
 WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
@@ -44,15 +42,13 @@ class Router:
     """Engines that only have names, with room for ``capacity`` requests each."""
 
     def __init__(self, capacity: int) -> None:
-        rollout = {"num_engines": WORKERS, "max_concurrent_requests": capacity}
-        config = RunConfig(run_dir=Path("run"), model={"path": Path("model")}, rollout=rollout)
-        self.engines = Engines(config, cast(Any, SimpleNamespace(device="CPU")), print)
-        self.engines.instances = [EngineInstance(n, f"engine {n}", None, serves=True) for n in range(WORKERS)]
+        self.engines = [EngineInstance(n, f"engine {n}", None, serves=True) for n in range(WORKERS)]
+        self._dispatcher = Dispatcher(cast(Any, None), self.engines, capacity)
 
     def acquire(self, tokens: int) -> EngineCall:
         """Assign a request of so many tokens."""
         sampling = SamplingParams(max_new_tokens=tokens)
-        call, engine = EngineCall(GenerationRequest("", PromptInput(()), sampling), 0), self.engines.least_loaded()
+        call, engine = EngineCall(GenerationRequest("", PromptInput(()), sampling), 0), self._dispatcher.least_loaded()
         assert engine is not None
         call.assign(engine)
         return call
@@ -75,7 +71,7 @@ def route(sizes: Sequence[int]) -> Figures:
             running.popleft().release()
         spent += time.perf_counter() - started
         if len(running) == IN_FLIGHT and index % 100 == 0:
-            loads = [engine.tokens for engine in router.engines.serving]
+            loads = [engine.tokens for engine in router.engines]
             mean = sum(loads) / len(loads)
             imbalances.append(max(loads) / mean - 1)
     return Figures(len(sizes) / spent, max(imbalances), max(sizes) / mean)

@@ -145,20 +145,14 @@ class EngineBase(EngineHooks[Running]):
 
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
-        """Check and register the request. ``rollout.request_timeout_s`` bounds the block."""
-        longest = self._config.max_model_len
-        check_request(request, self._dimensions, longest, self.returns_supports, self.prompt_fields)
+        """Check and register the request. The caller bounds the block."""
+        check_request(request, self._dimensions, self._config.max_model_len, self.returns_supports, self.prompt_fields)
         running = self._serving()
-        name, timeout = request.request_id, self._config.request_timeout_s
-        self._promised[name] = request.num_samples * request.sampling.max_new_tokens
+        self._promised[request.request_id] = request.num_samples * request.sampling.max_new_tokens
         try:
-            async with asyncio.timeout(timeout):
-                yield running
-        except TimeoutError as error:
-            problem = f"request {name} took longer than rollout.request_timeout_s={timeout:g} s on {self._name}"
-            raise EngineError(problem, code="request-timeout") from error
+            yield running
         finally:
-            del self._promised[name]
+            del self._promised[request.request_id]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling. Requests that arrive while paused wait for ``resume``."""

@@ -54,8 +54,8 @@ def train(config: RunConfig) -> TrainSummary:
                 run.source.sync(version=step)
             run.source.advance(step, trained.trajectories)
             recorder.record(step, trained, clock.finish())
-            if milestones.after(step):
-                clock.finish()  # milestones are not part of a step
+            milestones.after(step)
+            clock.finish()  # records and milestones belong to no step
         return milestones.finish(wall_s=time.monotonic() - started)
 
 

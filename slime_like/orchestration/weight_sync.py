@@ -8,10 +8,11 @@ import numpy as np
 
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, Generation, UpdateReceipt
 from slime_like.observability.names import PERFORMANCE, ratio, time_metrics
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.engine_instance import EngineInstance
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
@@ -73,17 +74,24 @@ class SyncReport:
 
 @dataclass(slots=True)
 class _Sent:
-    """The part of a sync that is already sent.
+    """A sync that is sent, or the part that already is.
 
     Attributes:
         hash_s: seconds that the slowest trainer hashed.
+        receipts: of the engines, in order.
         expected: the ranks' logprobs of the probe; ``None`` until everything is sent, or without a probe.
+        answers: of the engines to the probe's requests, by request.
+        sent_s, probe_s: seconds until the engines had finished, and until they had answered the probe after that.
     """
 
     buckets: list[BucketMetadata] = field(default_factory=list)
     gather_s: float = 0.0
     hash_s: float = 0.0
+    receipts: list[UpdateReceipt] = field(default_factory=list)
     expected: Answers[np.ndarray | None] | None = None
+    answers: list[list[list[Generation]]] = field(default_factory=list)
+    sent_s: float = 0.0
+    probe_s: float = 0.0
 
 
 class WeightSync:
@@ -110,14 +118,14 @@ class WeightSync:
         self._delta = use_delta(config.delta, transport, dtype)
         self._version = 0
         engines.replace_and_sync = lambda: self.run(self._version)
-        self._connected: int | None = None  # generation of the engines that have joined the transport
+        self._connected: list[EngineInstance] = []  # those that have joined the transport
 
     def connect(self) -> None:
         """Open the transport on both sides, even if it is already open. Replaced engines join this way, too."""
         phase, arguments = "opening the weight transport", (self._transport, self._run_name, self._delta)
         rendezvous = self._policy.call(phase, TrainerRank.open_transport, *arguments)
         self._engines.connect(self._transport, join_rendezvous(present(rendezvous)))
-        self._connected = self._engines.generation
+        self._connected = list(self._engines.instances)
 
     def run(self, version: int) -> SyncReport:
         """Send the current weights as ``version``, after replacing dead engines.
@@ -163,60 +171,74 @@ class WeightSync:
                 self._turns.begin_sync()
                 if self._engines.dead:
                     continue
-                report = self._send(version)
+                sent = self._send(version)
             except (EngineError, WeightSyncError) as error:
                 # Over a network, an engine's death may first show at the sender or at other engines.
                 if not self._engines.find_dead(error):
                     raise
                 continue  # an engine that has half of the weights gets all of them, from the first bucket
+            report = self._report(version, sent)  # no death excuses a failed check
             self._engines.admit()
             return report
 
-    def _send(self, version: int) -> SyncReport:
+    def _send(self, version: int) -> _Sent:
         started = time.perf_counter()
         try:
-            sent, receipts = self._transfer(version)
+            sent = self._transfer(version)
         except WeightSyncError as error:
             if not (self._delta and is_base_lost(error)):
                 raise
-            sent, receipts = self._transfer(version)  # an engine has lost the base of the changes: send everything
+            sent = self._transfer(version)  # an engine has lost the base of the changes: send everything
         self._turns.end_sync()  # trainers score the probe before they leave the device, since they work in order
-        verifying = time.perf_counter()
-        expected = sent.expected
-        gap, note = (None, "") if expected is None else self._verify(version, sent, receipts, expected)
-        finished = time.perf_counter()
-        hash_s = sent.hash_s + max(receipt.hash_s for receipt in receipts)
+        sent.sent_s = time.perf_counter() - started
+        if sent.expected is not None:
+            phase = "answering the weight-sync probe"
+            asked = [self._engines.ask("generate", request, phase=phase) for request in self._probe.requests(version)]
+            sent.answers = [answers.result() for answers in asked]
+        sent.probe_s = time.perf_counter() - started - sent.sent_s
+        return sent
+
+    def _report(self, version: int, sent: _Sent) -> SyncReport:
+        """Compare hashes, then logprobs, which prove that engines use what arrived. Return the sync's figures."""
+        checking = time.perf_counter()
+        gap, note = None, ""
+        if sent.expected is not None:
+            checksums = {entry.name: entry.checksum for bucket in sent.buckets for entry in bucket.entries}
+            for engine, receipt in enumerate(sent.receipts):
+                compare_checksums(checksums, receipt, engine)
+            by_engine = [[answer[engine][0] for answer in sent.answers] for engine in range(len(sent.receipts))]
+            gap, note = self._probe.judge(version, by_engine, present(sent.expected.result())[0])
+        probe_s = sent.probe_s + time.perf_counter() - checking
+        hash_s = sent.hash_s + max(receipt.hash_s for receipt in sent.receipts)
         nbytes, compared = sum(each.nbytes for each in sent.buckets), sum(each.compared for each in sent.buckets)
         return SyncReport(
             transport=self._transport,
             nbytes=nbytes,
             wire_nbytes=nbytes - sum(each.saved_nbytes for each in sent.buckets),
             changed_fraction=sum(each.changed for each in sent.buckets) / compared if compared else None,
-            total_s=finished - started,
+            total_s=sent.sent_s + probe_s,
             gather_s=sent.gather_s,
-            verification_s=hash_s + (0.0 if gap is None else finished - verifying),
+            verification_s=hash_s + (0.0 if gap is None else probe_s),
             probe_gap=gap,
             note=note,
         )
 
-    def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        if self._connected != self._engines.generation:
+    def _transfer(self, version: int) -> _Sent:
+        if self._connected != self._engines.instances:
             self.connect()
-        generation, self._connected = self._connected, None  # until the transfer has succeeded
+        connected, self._connected = self._connected, []  # until the transfer has succeeded
         manifests = self._policy.start(_PHASE, TrainerRank.begin_export)
         first = self._policy.start(_PHASE, TrainerRank.next_bucket)
         begun = self._engines.ask(
             "begin_update", version, *manifests.references.values(), phase="beginning a weight update"
         )
         manifests.result()  # otherwise, the engines would report a trainer's failure
-        sent, receipts = self._stream(first, begun, version)
+        sent = self._stream(first, begun, version)
         self._policy.defer(self._policy.start(_PHASE, TrainerRank.end_export))
-        self._connected = generation
-        return sent, receipts
+        self._connected = connected
+        return sent
 
-    def _stream(
-        self, gathered: Answers[BucketMetadata | None], asked: Answers[Any], version: int
-    ) -> tuple[_Sent, list[UpdateReceipt]]:
+    def _stream(self, gathered: Answers[BucketMetadata | None], asked: Answers[Any], version: int) -> _Sent:
         """Gather bucket k+1 on the trainers while the engines load bucket k.
 
         Ray starts an engine's call once all engines have answered the one before, without a round trip through this
@@ -239,23 +261,11 @@ class WeightSync:
                 asked = self._engines.ask("finish_update", version, *answered, phase="finishing a weight update")
             before.result()
             if not buckets:
-                return sent, asked.result()
+                sent.receipts = asked.result()
+                return sent
             sent.hash_s += max(bucket.hash_s for bucket in buckets)
             sent.buckets += buckets
             gathered = self._policy.start(_PHASE, TrainerRank.next_bucket)
-
-    def _verify(
-        self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Answers[np.ndarray | None]
-    ) -> tuple[float, str]:
-        """Compare hashes, then logprobs, which prove that engines use what arrived. Return the probe's verdict."""
-        checksums = {entry.name: entry.checksum for bucket in sent.buckets for entry in bucket.entries}
-        for engine, receipt in enumerate(receipts):
-            compare_checksums(checksums, receipt, engine)
-        phase = "answering the weight-sync probe"
-        asked = [self._engines.ask("generate", request, phase=phase) for request in self._probe.requests(version)]
-        wanted, answers = present(expected.result())[0], [answers.result() for answers in asked]
-        by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(receipts))]
-        return self._probe.judge(version, by_engine, wanted)
 
 
 def compare_checksums(sent: dict[str, int], receipt: UpdateReceipt, engine: int) -> None:

@@ -239,21 +239,6 @@ def test_missing_checkpoint(tmp_path: Path, models: list[Path], kind: type[Rollo
         kind(run_config(tmp_path, tmp_path), 0)
 
 
-def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=3), 0)
-        await engine.start()
-        await engine.pause("keep")
-        with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=3 s"):
-            await engine.generate(GenerationRequest("slow", PromptInput([3, 4]), LONG))
-        await engine.resume()
-        assert (await engine.health()).running_requests == 0
-        assert await engine.generate(GenerationRequest("quick", PromptInput([3, 4]), SamplingParams(max_new_tokens=1)))
-        await engine.stop()
-
-    asyncio.run(scenario())
-
-
 def test_vllms_arguments_are_read_from_its_source() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 

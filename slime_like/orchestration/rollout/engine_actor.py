@@ -49,13 +49,67 @@ class EngineNodeOptions:
     devices: str
 
 
+class UpdateGate:
+    """Gate that is closed during weight updates. Requests wait at it, and their time limits stand still.
+
+    A failed update leaves it closed: the driver ends the run, or replaces an engine and sends all weights again.
+
+    Args:
+        limit_s: time limit of a request.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._left: dict[asyncio.Timeout, float] = {}  # seconds of each running limit; current only while closed
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    def close(self) -> None:
+        if self._opened.is_set():
+            self._opened.clear()
+            now = asyncio.get_running_loop().time()
+            for clock in self._running():
+                self._left[clock] = (clock.when() or now) - now
+                clock.reschedule(None)
+
+    def open(self) -> None:
+        if not self._opened.is_set():
+            self._opened.set()
+            now = asyncio.get_running_loop().time()
+            for clock in self._running():
+                clock.reschedule(now + self._left[clock])
+
+    def _running(self) -> list[asyncio.Timeout]:
+        return [clock for clock in self._left if not clock.expired()]
+
+    async def passed(self) -> None:
+        """Wait until the gate is open."""
+        await self._opened.wait()
+
+    @asynccontextmanager
+    async def limit(self, request: str) -> AsyncIterator[None]:
+        """Bound the block, without the time for which the gate is closed. Raises ``EngineError``."""
+        clock = asyncio.timeout(self._limit_s if self._opened.is_set() else None)
+        try:
+            async with clock:
+                self._left[clock] = self._limit_s
+                yield
+        except TimeoutError as error:
+            raise EngineError(
+                f"{request} was not answered within {self._limit_s:g} s",
+                code="request-timeout",
+                remedy="raise rollout.request_timeout_s, or lower rollout.max_concurrent_requests",
+            ) from error
+        finally:
+            self._left.pop(clock, None)
+
+
 class EngineActor:
     """One engine, and the conversations or agents that it samples for.
 
     Its methods are coroutines, so Ray makes it an asynchronous actor.
 
-    Requests that arrive during a weight update wait until it finishes or fails. The next turn of a conversation may
-    arrive at any time.
+    Requests that arrive during a weight update wait at a gate. The next turn of a conversation may arrive at any time.
     """
 
     def __init__(
@@ -78,8 +132,7 @@ class EngineActor:
         self._watching: asyncio.Task[None] | None = None
         self._routes = routes_per_token(config.algorithm, config.model)
         self._conversations: Any = None  # ``Conversations`` or ``AgentRollouts``
-        self._updated = asyncio.Event()
-        self._updated.set()
+        self._gate = UpdateGate(config.request_timeout_s)
 
     async def start(self) -> None:
         """Start the engine, then the workers of the environment or agent. The caller bounds the wait."""
@@ -134,21 +187,15 @@ class EngineActor:
         talks = self._conversations if request.task is not None else None
         run = self._sample if talks is None else talks.run
         answer = all_or_none([run(part) for part in parts_of(request)])
-        if talks is not None and self._config.rollout.agent.is_set:  # has its own limits, and waits for workers
-            return [each for part in await answer for each in part]
-        timeout = self._config.request_timeout_s
-        try:
-            return [each for part in await asyncio.wait_for(answer, timeout) for each in part]
-        except TimeoutError as error:
-            raise EngineError(
-                f"{request.request_id} was not answered within {timeout:.0f} s",
-                code="request-timeout",
-                remedy="raise rollout.request_timeout_s, or lower rollout.max_concurrent_requests",
-            ) from error
+        if talks is not None and not self._config.rollout.agent.is_set:  # an agent has its own limit
+            async with self._gate.limit(request.request_id):
+                return [each for part in await answer for each in part]
+        return [each for part in await answer for each in part]
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
-        await self._updated.wait()  # the request's own timeout bounds this
-        generations = await self._engine.generate(request)
+        async with self._gate.limit(request.request_id):
+            await self._gate.passed()
+            generations = await self._engine.generate(request)
         if self._routes is not None and request.sampling.training:
             require_routes(generations, request, self._routes, self._config.rollout.engine)
         return generations
@@ -157,29 +204,17 @@ class EngineActor:
         await self._engine.connect(transport, rendezvous)
 
     async def begin_update(self, version: int, *parts: Manifest | None) -> None:
-        self._updated.clear()
-        async with self._opened_by_failure():
-            await self._engine.begin_update(version, Manifest.joined(parts))
+        self._gate.close()
+        await self._engine.begin_update(version, Manifest.joined(parts))
 
     async def update(self, buckets: Sequence[BucketMetadata], *before: None) -> None:
-        async with self._opened_by_failure():
-            for bucket in buckets:
-                await self._engine.update(bucket)
+        for bucket in buckets:
+            await self._engine.update(bucket)
 
     async def finish_update(self, version: int, *before: None) -> UpdateReceipt:
-        async with self._opened_by_failure():
-            receipt = await self._engine.finish_update(version)
-        self._updated.set()
+        receipt = await self._engine.finish_update(version)
+        self._gate.open()
         return receipt
-
-    @asynccontextmanager
-    async def _opened_by_failure(self) -> AsyncIterator[None]:
-        """Open the gate after a failed update. The engine then rejects requests with the reason."""
-        try:
-            yield
-        except BaseException:
-            self._updated.set()
-            raise
 
     async def sleep(self, keep_weights: bool) -> None:
         await self._engine.sleep(keep_weights)

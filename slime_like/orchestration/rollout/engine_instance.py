@@ -1,12 +1,14 @@
-"""One start of one engine: its actor, and the requests that it has to answer."""
+"""One start of one engine, and the dispatch of requests to all of them."""
 
 import asyncio
 import os
 import shlex
+import time
+from bisect import insort
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Self
 
 import ray
@@ -18,9 +20,12 @@ from slime_like.interfaces import EngineHealth, Generation, GenerationRequest, R
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import fetch
 from slime_like.orchestration.rollout.engine_actor import EngineActor, EngineNodeOptions
+from slime_like.system.loop_thread import LoopThread
 
 _HEALTH_TIMEOUT_S = 15.0
 _THREADS = "OMP_NUM_THREADS"
+_TOGETHER_S = 0.002
+"""Wait for requests that end with the same token. They end one after the other, within less time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -99,19 +104,13 @@ class EngineCall:
             self.engine.calls.remove(self)
             self.engine.tokens -= self.tokens
 
-    def send(self, engine: EngineInstance, batch: RequestBatch) -> None:
-        loop = asyncio.get_running_loop()
-
-        def end(_: object) -> None:  # in one of Ray's threads
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self.ended.set)
-
+    def send(self, engine: EngineInstance, batch: RequestBatch, thread: LoopThread) -> None:
         try:
             self.reference = engine.actor.generate.remote(replace(self.request, batch=batch))
             self.answer = self.reference.future()
         except Exception as error:  # Ray has ended
             self.answer.set_exception(error)
-        self.answer.add_done_callback(end)
+        self.answer.add_done_callback(lambda _: thread.call_soon(self.ended.set))  # in one of Ray's threads
 
     def result(self, engine: EngineInstance) -> list[Generation]:
         """Return the answer once the call has ended. Raise what ended it, with the engine's name."""
@@ -120,6 +119,72 @@ class EngineCall:
         if self.reference is not None and self.answer.exception() is not None:
             fetch(self.reference, engine.name, phase="generating", error=EngineError)
         return self.answer.result()
+
+
+class Dispatcher:
+    """Dispatcher of requests to engines with room. Everything runs in the event loop of ``thread``.
+
+    Args:
+        instances: the engines; the owner replaces entries of this list.
+        capacity: number of requests that an engine gets at a time.
+
+    Attributes:
+        orders: numbers of requests.
+        last_answer: when a request last ended, or could.
+    """
+
+    def __init__(self, thread: LoopThread, instances: Sequence[EngineInstance], capacity: int) -> None:
+        self._thread = thread
+        self._instances = instances
+        self._capacity = capacity
+        self._waiting: list[EngineCall] = []  # in order
+        self._next_send: asyncio.TimerHandle | None = None
+        self.orders = count()
+        self.last_answer = time.monotonic()
+
+    async def serve(self, call: EngineCall) -> EngineInstance:
+        """Send a call when there is room, wait until it has ended, and return its engine. Calls that are made together,
+        and go to one engine, arrive there as one batch. A cancellation ends the call in the engine."""
+        insort(self._waiting, call, key=lambda each: each.order)
+        self._send_in(0.0)
+        try:
+            await call.ended.wait()
+        except asyncio.CancelledError:
+            if call.engine is None:
+                self._waiting.remove(call)
+            else:
+                ray.cancel(call.reference)
+            raise
+        finally:
+            self.last_answer = time.monotonic()
+            call.release()
+            if self._waiting:
+                self._send_in(_TOGETHER_S)
+        assert call.engine is not None
+        return call.engine
+
+    def _send_in(self, delay_s: float) -> None:
+        if self._next_send is None:  # one for all calls of that time
+            self._next_send = self._thread.loop.call_later(delay_s, self.send)
+
+    def send(self) -> None:
+        """Send requests to engines that have room, in order. Requests to one engine are a batch."""
+        self._next_send = None
+        batches: dict[EngineInstance, list[EngineCall]] = {}
+        if not any(each.calls for each in self._instances):
+            self.last_answer = time.monotonic()
+        while self._waiting and (engine := self.least_loaded()) is not None:
+            call = self._waiting.pop(0)
+            call.assign(engine)
+            batches.setdefault(engine, []).append(call)
+        for engine, calls in batches.items():
+            for place, call in enumerate(calls):
+                call.send(engine, RequestBatch(calls[0].request.request_id, len(calls), place), self._thread)
+
+    def least_loaded(self) -> EngineInstance | None:
+        """Return the engine with room and the fewest outstanding tokens; ``None`` if all are full or dead."""
+        free = [each for each in self._instances if each.serves and len(each.calls) < self._capacity]
+        return min(free, key=lambda each: each.tokens, default=None)
 
 
 def _node_options(

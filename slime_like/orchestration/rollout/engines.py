@@ -8,21 +8,19 @@ immediately if no engine serves. Without a restart left, the error ends the run.
 import asyncio
 import threading
 import time
-from bisect import insort
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from itertools import count
+from functools import partial
 from typing import Any, Literal
-
-import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import Generation, GenerationRequest, RequestBatch
+from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watch_none
-from slime_like.orchestration.rollout.engine_instance import EngineCall, EngineInstance
+from slime_like.orchestration.rollout.engine_instance import Dispatcher, EngineCall, EngineInstance
 from slime_like.orchestration.rollout.samples import all_or_none
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.loop_thread import LoopThread
@@ -32,8 +30,6 @@ _IMPORTS_S = 120.0
 """Time for an actor's imports. The engine bounds its start."""
 _STOP_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.2
-_TOGETHER_S = 0.002
-"""Wait for requests that end with the same token. They end one after the other, within less time."""
 
 
 class Engines:
@@ -47,8 +43,7 @@ class Engines:
 
     Attributes:
         instances: one start of each engine, numbered from 0.
-        generation: number of replacements so far. A transport connected at an earlier generation lacks the latest
-            engines.
+        restarts: number of replacements so far, also in the run's earlier starts.
         replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
         thread: runs ``generate``.
     """
@@ -66,13 +61,11 @@ class Engines:
         self._note = note
         self._shared_devices: Sequence[str] = ()
         self.instances: list[EngineInstance] = []
-        self.generation = 0
+        self.restarts = 0
         self.replace_and_sync: Callable[[], object] | None = None
         self.thread = LoopThread()
         self._lock = threading.Lock()  # guards deaths
-        self._waiting: list[EngineCall] = []  # in order
-        self._orders = count()
-        self._last_answer = time.monotonic()
+        self._dispatcher = Dispatcher(self.thread, self.instances, config.rollout.max_concurrent_requests)
 
     # ------------------------------------------------------------------------------------------------ start and end
     def launch(self, shared_devices: Sequence[str] = ()) -> None:
@@ -98,7 +91,7 @@ class Engines:
         """Stop every engine and its processes. Unresponsive actors are killed."""
         actors = [instance.actor for instance in self.instances]
         end_actors(actors, [actor.stop.remote() for actor in actors], timeout_s)
-        self.instances = []
+        self.instances.clear()
         self.thread.close()
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -166,18 +159,21 @@ class Engines:
         """
         asked = self.instances if instances is None else instances
         death = error if isinstance(error, EngineError) else EngineError(str(error), code="engine-died")
-        found = [each for each in asked if each.death is None and self._restarts_left > 0 and not each.is_alive()]
+        unknown = [each for each in asked if each.death is None and self._restarts_left > 0]
+        with ThreadPoolExecutor(max(1, len(unknown))) as threads:
+            alive = list(threads.map(lambda each: each.is_alive(), unknown))
         with self._lock:
-            found = [each for each in found if each.death is None]  # another thread may have been faster
+            answers = zip(unknown, alive, strict=True)
+            found = [each for each, lives in answers if not lives and each.death is None]  # or another thread was first
             for each in found if len(found) <= self._restarts_left else ():
                 each.death, each.serves = death, False
-        if found:
-            self.thread.loop.call_soon_threadsafe(_end_lost, found)
+        for each in found:
+            self.thread.call_soon(partial(_end_lost, each))
         return any(each.death is not None for each in asked)
 
     @property
     def _restarts_left(self) -> int:
-        return self._config.rollout.max_engine_restarts - self.generation - len(self.dead)
+        return self._config.rollout.max_engine_restarts - self.restarts - len(self.dead)
 
     def replace_dead(self) -> None:
         """Start dead engines again. They serve nothing until ``admit``, since they need the current weights first.
@@ -192,7 +188,7 @@ class Engines:
             for index in (each.index for each in dead):
                 shared = self._shared_devices
                 self.instances[index] = EngineInstance.launch(self._config, self._placement, index, shared)
-            self.generation += len(dead)
+            self.restarts += len(dead)
         started = self.ask("start", phase="starting again", instances=[self.instances[each.index] for each in dead])
         started.result(self._config.engine_start_timeout_s + _IMPORTS_S)
         for each in dead:
@@ -203,7 +199,8 @@ class Engines:
         with self._lock:
             for each in self.instances:
                 each.serves = each.death is None
-        self.thread.loop.call_soon_threadsafe(self._send)
+        self._dispatcher.last_answer = time.monotonic()  # requests stood still
+        self.thread.call_soon(self._dispatcher.send)
 
     def check(self) -> None:
         """Raise what must end the run, and replace engines if none serves. Call every few seconds of a wait for
@@ -217,12 +214,12 @@ class Engines:
         self._watch()
         silence_s = self._config.silence_s + 60  # engines bound requests
         asked = [each for each in self.instances if each.calls]
-        if asked and time.monotonic() - self._last_answer > silence_s:
+        if asked and time.monotonic() - self._dispatcher.last_answer > silence_s:
             names = ", ".join(each.name for each in asked)
             problem = f"{names} gave no answer for {silence_s:.0f} s while generating"
             if not self.find_dead(error := EngineError(problem, code="engines-silent"), asked):
                 raise error
-            self._last_answer = time.monotonic()
+            self._dispatcher.last_answer = time.monotonic()
         if self.serving:
             return
         if not self.dead:
@@ -264,8 +261,7 @@ class Engines:
             future.cancel()
 
     async def generate(self, request: GenerationRequest, resent: Callable[[], None] = lambda: None) -> list[Generation]:
-        """Return the responses of the least loaded engine. Requests wait while all are full or dead. Those that are
-        made together, and go to one engine, arrive there as one batch. Runs in ``thread``.
+        """Return the responses of the least loaded engine. Waits while all are full or dead. Runs in ``thread``.
 
         Args:
             resent: called when the engine died, before the request is sent again.
@@ -274,53 +270,19 @@ class Engines:
             EngineError: an engine refused the request, did not answer it within ``rollout.request_timeout_s``, or died
                 and has no restart left.
         """
-        order = next(self._orders)
+        order = next(self._dispatcher.orders)
         while True:
-            insort(self._waiting, call := EngineCall(request, order), key=lambda each: each.order)
-            self.thread.loop.call_soon(self._send)
+            call = EngineCall(request, order)
+            engine = await self._dispatcher.serve(call)
             try:
-                await call.ended.wait()
-            except asyncio.CancelledError:
-                if call.engine is None:
-                    self._waiting.remove(call)
-                else:
-                    ray.cancel(call.reference)
-                raise
-            finally:
-                self._last_answer = time.monotonic()
-                call.release()
-                if self._waiting:
-                    self.thread.loop.call_later(_TOGETHER_S, self._send)
-            assert call.engine is not None
-            try:
-                return call.result(call.engine)
+                return call.result(engine)
             except EngineError as error:
-                if not await asyncio.to_thread(self.find_dead, error, [call.engine]):
+                if not await asyncio.to_thread(self.find_dead, error, [engine]):
                     raise
             resent()
 
-    def _send(self) -> None:
-        """Send requests to engines that have room, in order. Requests to one engine are a batch."""
-        batches: dict[EngineInstance, list[EngineCall]] = {}
-        if not any(each.calls for each in self.instances):
-            self._last_answer = time.monotonic()
-        while self._waiting and (engine := self.least_loaded()) is not None:
-            call = self._waiting.pop(0)
-            call.assign(engine)
-            batches.setdefault(engine, []).append(call)
-        for engine, calls in batches.items():
-            for place, call in enumerate(calls):
-                call.send(engine, RequestBatch(calls[0].request.request_id, len(calls), place))
 
-    def least_loaded(self) -> EngineInstance | None:
-        """Return the engine with room and the fewest outstanding tokens; ``None`` if all are full or dead."""
-        capacity = self._config.rollout.max_concurrent_requests
-        free = [each for each in self.instances if each.serves and len(each.calls) < capacity]
-        return min(free, key=lambda each: each.tokens, default=None)
-
-
-def _end_lost(dead: Sequence[EngineInstance]) -> None:
-    """End the calls of dead engines, which may never be answered."""
-    for each in dead:
-        for call in each.calls if each.death is not None else ():
-            call.ended.set()
+def _end_lost(engine: EngineInstance) -> None:
+    """End the calls of a dead engine, which may never be answered."""
+    for call in engine.calls if engine.death is not None else ():
+        call.ended.set()

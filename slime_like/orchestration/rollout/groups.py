@@ -11,6 +11,7 @@ from typing import Any
 from slime_like.config import RunConfig
 from slime_like.data.ledger import DROPPED, FAILED, GENERATED, ISSUED, REISSUED, SCORED, TRAINED, Ledger
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.errors import EngineError
 from slime_like.interfaces import GenerationRequest
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
@@ -91,7 +92,7 @@ class Groups:
         self.changed = threading.Condition()
         self.failures = StepFailures(rollouts, config.reward.max_failed_fraction, rollout.max_drops_per_step)
         self.failure: BaseException | None = None
-        self._engines = engines
+        self.engines = engines
         self._scorer = scorer
         self._groups: dict[int, Group] = {}  # by group id, in order of arrival at their stage
         self._arrived: dict[Group, GroupedUnscoredTrajectories] = {}  # samples of the next call of the scorer
@@ -143,7 +144,16 @@ class Groups:
                 groups = self._ready_groups(at_least)
             yield groups
         if self.config.rollout.oversample > 1:
-            self._engines.thread.run(self._abort(), _END_TIMEOUT_S)
+            try:
+                self.engines.thread.run(self._abort(), _END_TIMEOUT_S)
+            except TimeoutError as error:
+                raise EngineError(
+                    f"canceled groups did not end within {_END_TIMEOUT_S:g} s",
+                    code="abort-timeout",
+                    who="rollout",
+                    phase=f"ending what step {step} does not train (rollout.oversample)",
+                    remedy="look into the engines' logs in worker_logs, or set rollout.oversample to 1",
+                ) from error
 
     def _phase(self) -> str:
         """Return what the training loop waits for."""
@@ -168,7 +178,7 @@ class Groups:
                     self.failures.form()
                 taken = sorted(group.prompt.group_id for group in oldest_first[:count])
                 return [self._groups.pop(group_id).rewarded for group_id in taken]
-        self._engines.check()
+        self.engines.check()
         return []
 
     def _may_take(self, at_least: int) -> int:
@@ -198,7 +208,7 @@ class Groups:
         """End sampling, within a bound. Groups under way stay so in the ledger."""
         self._asked = 0
         with suppress(TimeoutError):
-            self._engines.thread.run(self._end_tasks(), _END_TIMEOUT_S)
+            self.engines.thread.run(self._end_tasks(), _END_TIMEOUT_S)
 
     # ------------------------------------------------------------------------------------------------------- position
     @property
@@ -253,7 +263,7 @@ class Groups:
         self.ledger.add(ids[restored:], ISSUED, version=version)
         self.ledger.add(ids[:restored], REISSUED, version=version, reason="resumed")
         self._groups |= dict(zip(ids, groups, strict=True))
-        self._engines.thread.loop.call_soon_threadsafe(self._begin, groups)  # together: engines get them as a batch
+        self.engines.thread.call_soon(partial(self._begin, groups))  # together: engines get them as a batch
 
     def _begin(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -271,7 +281,7 @@ class Groups:
         """Make the group ready, or drop it."""
         request, lost = group.request, partial(self._reissue, group, "engine died")
         while True:
-            answers = await self._engines.generate(request, lost)
+            answers = await self.engines.generate(request, lost)
             samples = to_group(group.prompt, answers, request.sampling.temperature, request.greedy)
             if self._is_final(group, await self._reward(group, samples)):
                 break

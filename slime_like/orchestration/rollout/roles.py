@@ -88,11 +88,12 @@ class RoleQueue:
     Args:
         role: name of the role.
         request_tokens: limit on the tokens of waiting groups that are scored together.
-        max_restarts: limit on worker restarts over the queue's life.
+        max_restarts: limit on worker restarts.
         source: the only source whose groups are scored; ``None``: all groups.
 
     Attributes:
         weights: directory that the workers score with.
+        restarts: number of restarts so far, also in the run's earlier starts.
         news: a sentence about every worker that left or returned.
     """
 
@@ -103,7 +104,8 @@ class RoleQueue:
         self.news: list[str] = []
         self._request_tokens = request_tokens
         self._changed = threading.Condition()  # guards everything below
-        self._restarts_left = max_restarts
+        self._max_restarts = max_restarts
+        self.restarts = 0
         self._workers = 0
         self._end: BaseException | None = None
         self._jobs: deque[_Job] = deque()
@@ -221,6 +223,6 @@ class RoleQueue:
     def _may_restart(self) -> bool:
         """Use up a restart, if one is left and the queue has not ended."""
         with self._changed:
-            may = self._end is None and self._restarts_left > 0
-            self._restarts_left -= may
+            may = self._end is None and self.restarts < self._max_restarts
+            self.restarts += may
             return may

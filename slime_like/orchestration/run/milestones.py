@@ -68,18 +68,14 @@ class Milestones:
             if first < step <= finished:
                 run.progress.recall(step, {ACCURACY: accuracy})
 
-    def after(self, step: int) -> bool:
-        """Run what is due after this step; True if anything was."""
-        committed = self._run.checkpoints.commit_written()
-        self._report_saved(committed)
+    def after(self, step: int) -> None:
+        """Run what is due after this step."""
+        self._report_saved(self._run.checkpoints.commit_written())
         config = self._run.config
-        evaluates = is_due(step, config.evaluation.every, config.steps)
-        saves = is_due(step, config.checkpoint.every, config.steps)
-        if evaluates:
+        if is_due(step, config.evaluation.every, config.steps):
             self._evaluate(step)
-        if saves:
+        if is_due(step, config.checkpoint.every, config.steps):
             self._save(step)
-        return evaluates or saves or committed is not None
 
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, then write and return the summary. Call after the last step."""

@@ -22,6 +22,9 @@ from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
+_RESTARTS, _ENGINES = "restarts", "engines"
+"""State of a checkpoint: restarts that are used up, of engines and of each role's workers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFigures:
@@ -191,9 +194,14 @@ class SampledGroups(Source):
         self._groups.serve(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._groups.state_dict()
+        roles = {role.role: role.restarts for role in self._groups.roles}
+        return self._groups.state_dict() | {_RESTARTS: {_ENGINES: self._groups.engines.restarts, **roles}}
 
     def restore(self, checkpoint: Checkpoint) -> None:
+        restarts = checkpoint.state.get(_RESTARTS, {})
+        self._groups.engines.restarts = restarts.get(_ENGINES, 0)
+        for role in self._groups.roles:
+            role.restarts = restarts.get(role.role, 0)
         self._groups.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._groups.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 

@@ -1,6 +1,8 @@
 """Played engines: where requests go, what a death costs, and the weights and memory of replacements."""
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +17,7 @@ import pytest
 
 from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.errors import EngineError, RewardError, SlimeLikeError
+from slime_like.errors import EngineError, RewardError, SlimeLikeError, WeightSyncError
 from slime_like.interfaces import (
     BucketMetadata,
     Generation,
@@ -26,12 +28,15 @@ from slime_like.interfaces import (
     SamplingParams,
     UpdateReceipt,
 )
+from slime_like.orchestration import weight_sync
 from slime_like.orchestration.rollout import engine_instance
 from slime_like.orchestration.rollout import engines as module
 from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engine_instance import EngineInstance
 from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.sync_probe import Probe
+from slime_like.orchestration.run.sources import SampledGroups
 from slime_like.orchestration.weight_sync import WeightSync
 from tests.support.pending import Later, OneRank
 from tests.support.rejections import Rejects
@@ -192,6 +197,9 @@ class Trainers(OneRank):
 
     def end_export(self) -> None: ...
 
+    def probe(self, sequences: object) -> np.ndarray:
+        return np.zeros(0)
+
 
 @dataclass
 class Run:
@@ -249,7 +257,7 @@ def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(EngineInstance, "launch", launched)
     monkeypatch.setattr(EngineInstance, "is_alive", lambda instance: instance.actor.alive)
     monkeypatch.setattr(module, "end_actors", lambda actors, references, timeout_s: None)
-    monkeypatch.setattr(module, "ray", SimpleNamespace(cancel=cancelled))
+    monkeypatch.setattr(engine_instance, "ray", SimpleNamespace(cancel=cancelled))
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.002)
     monkeypatch.setattr(engine_instance, "fetch", fetched)
     write_checkpoint(tmp_path / "model")
@@ -313,7 +321,7 @@ def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str,
         run.go()
         run.sample()  # finds a death at the very last call, which the next sync repairs
         run.sync.run(STEPS)
-        assert run.engines.generation == 1, dies_at
+        assert run.engines.restarts == 1, dies_at
         assert [note.startswith("engine 0 was restarted (") for note in run.notes] == [True]
         assert len(run.engines.serving) == count
         assert all(engine.alive and engine.version == STEPS for engine in run.engines.all)
@@ -348,6 +356,54 @@ def test_a_failure_of_a_living_engine_is_raised(
         run.engines.sleep(keep_weights=True)
 
 
+def test_no_death_excuses_a_failed_check(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
+    run = make("separate", count=2)
+
+    def differ(*_: object) -> None:
+        run.engines.all[0].die()
+        raise WeightSyncError("a.weight arrived changed", code="tensors-differ")
+
+    monkeypatch.setattr(weight_sync, "compare_checksums", differ)
+    monkeypatch.setattr(run.sync, "_verifies", True)
+    run.sync._probe.sequences = []
+    with rejects(WeightSyncError, "tensors-differ"):
+        run.sync.run(0)
+    assert run.engines.restarts == 0
+
+
+def test_all_engines_are_asked_at_the_same_time(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = make("separate", count=2), threading.Barrier(2)
+    monkeypatch.setattr(EngineInstance, "is_alive", lambda instance: asked.wait(30) >= 0)
+    assert not run.engines.find_dead(EngineError("refused"))
+
+
+def test_restarts_count_over_a_runs_starts(make: Callable[..., Run], rejects: Rejects) -> None:
+    run = make("separate", restarts=1, count=1)
+    run.engines.all[0].die()
+    assert run.engines.find_dead(EngineError("killed"))
+    run.sync.run(0)
+    role = RoleQueue("reference", 10, max_restarts=2)
+    role.restarts = 2
+    groups: Any = SimpleNamespace(engines=run.engines, roles=[role], state_dict=lambda: {"data": {}})
+    state = json.loads(json.dumps(SampledGroups(groups, run.turns, run.sync, None).state_dict()))
+    assert state["restarts"] == {"engines": 1, "reference": 2}
+    again = make("separate", restarts=1, count=1)
+    resumed: Any = SimpleNamespace(
+        engines=again.engines,
+        roles=[RoleQueue("reference", 10, max_restarts=2)],
+        load_state_dict=lambda _: None,
+        ledger=Mock(),
+    )
+    checkpoint: Any = SimpleNamespace(state=state, data_position=dict, file=lambda name: name)
+    SampledGroups(resumed, again.turns, again.sync, None).restore(checkpoint)
+    assert not resumed.roles[0]._may_restart()
+    again.engines.all[0].die()
+    with rejects(EngineError, "engine"):
+        again.sync.run(0)
+
+
 def test_a_replacement_serves_only_with_the_current_weights(make: Callable[..., Run]) -> None:
     run = make("separate", count=2)
     run.sync.run(0)
@@ -371,7 +427,7 @@ class Client:
         self.resent: list[str] = []
         self.waiting: dict[str, Future[list[Generation]]] = {}
 
-    def submit(self, names: str) -> None:
+    def submit(self, names: Sequence[str]) -> None:
         """Make the requests together."""
 
         async def begin() -> list["asyncio.Task[list[Generation]]"]:
@@ -386,20 +442,20 @@ class Client:
         tasks = self.engines.thread.run(begin())
         self.waiting |= {name: self.engines.thread.start(join(task)) for name, task in zip(names, tasks, strict=True)}
 
-    def answered(self) -> str:
+    def answered(self) -> list[str]:
         """Return the names of the requests that have been answered since, once nothing happens any more."""
         self.engines.thread.run(asyncio.sleep(0.02))
         names = sorted(name for name, future in self.waiting.items() if future.done())
         for name in names:
             assert self.waiting.pop(name).result() == ANSWER
-        return "".join(names)
+        return names
 
 
 def started(engines_of: Callable[..., PlayedEngines], names: str, count: int = 1, capacity: int = 2) -> Client:
     """Return a client that has sent these requests, as far as there is room, to engines that have not answered."""
     client = Client(engines_of(count, capacity))
     client.submit(names)
-    assert client.answered() == ""
+    assert client.answered() == []
     return client
 
 
@@ -414,11 +470,11 @@ def test_requests_wait_for_room_and_go_to_the_least_loaded_engine(engines_of: Ca
     assert [first.has, second.has] == [["a", "c", "e"], ["b", "d", "f"]]
     assert loads(client.engines) == [3 * (2 + 8)] * 2
     second.end("b", "f")
-    assert client.answered() == "bf" and second.has == ["d", "g"]
+    assert client.answered() == [*"bf"] and second.has == ["d", "g"]
     assert second.batches == [*(RequestBatch("b", 3, place) for place in range(3)), RequestBatch("g", 1, 0)]
     for engine in (first, second):
         engine.end(*engine.has)
-    assert client.answered() == "acdeg" and loads(client.engines) == [0, 0]
+    assert client.answered() == [*"acdeg"] and loads(client.engines) == [0, 0]
 
 
 def test_requests_of_a_dead_engine_go_to_another_one(engines_of: Callable[..., PlayedEngines]) -> None:
@@ -427,11 +483,11 @@ def test_requests_of_a_dead_engine_go_to_another_one(engines_of: Callable[..., P
     dead, other = client.engines.all
     dead.end("a")
     dead.die()
-    assert client.answered() == "a" and sorted(client.resent) == ["c", "e"]
+    assert client.answered() == [*"a"] and sorted(client.resent) == ["c", "e"]
     other.end("b", "d", "f")
-    assert client.answered() == "bdf" and sorted(other.has) == ["c", "e"]
+    assert client.answered() == [*"bdf"] and sorted(other.has) == ["c", "e"]
     other.end("c", "e")
-    assert client.answered() == "ce" and loads(client.engines) == [0]
+    assert client.answered() == [*"ce"] and loads(client.engines) == [0]
 
 
 @pytest.mark.parametrize(
@@ -448,6 +504,34 @@ def test_other_failures_than_a_death_are_raised(
         client.answered()
 
 
+def test_answers_that_come_together_wake_the_loop_once(
+    engines_of: Callable[..., PlayedEngines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does sending: a step of many groups must not pay for each."""
+    names = [f"request {number}" for number in range(64)]
+    client = Client(engines_of(capacity=64))
+    loop, (engine,) = client.engines.thread.loop, client.engines.all
+    sends, wakes = Mock(wraps=client.engines._dispatcher.send), Mock(wraps=loop.call_soon_threadsafe)
+    monkeypatch.setattr(client.engines._dispatcher, "send", sends)
+    client.submit(names)
+    assert client.answered() == [] and engine.has == names and sends.call_count == 1
+    monkeypatch.setattr(loop, "call_soon_threadsafe", wakes)
+    busy, may_run = threading.Event(), threading.Event()
+
+    def block() -> None:
+        busy.set()
+        may_run.wait(30)
+
+    loop.call_soon_threadsafe(block)
+    assert busy.wait(30)
+    wakes.reset_mock()
+    engine.end(*names)
+    assert wakes.call_count == 1
+    monkeypatch.undo()
+    may_run.set()
+    assert client.answered() == sorted(names)
+
+
 def test_a_request_that_cannot_be_sent_fails(engines_of: Callable[..., PlayedEngines]) -> None:
     engines = engines_of()
     engines.all[0].before_call = Mock(side_effect=OSError("Ray has ended"))
@@ -459,9 +543,9 @@ def test_without_an_engine_requests_wait_until_there_is_one(engines_of: Callable
     """Without a source of weights, a replacement serves immediately."""
     client = started(engines_of, "ab")
     client.engines.all[0].die()
-    assert client.answered() == "" and sorted(client.resent) == ["a", "b"] and client.engines.dead
+    assert client.answered() == [] and sorted(client.resent) == ["a", "b"] and client.engines.dead
     client.engines.check()
-    assert client.answered() == "ab" and len(client.engines.serving) == 1
+    assert client.answered() == [*"ab"] and len(client.engines.serving) == 1
     assert list(client.engines.all[-1].calls) == ["a", "b"]
 
 
@@ -471,12 +555,12 @@ def test_aborted_requests_are_canceled_and_never_answered(engines_of: Callable[.
     for future in client.waiting.values():
         future.cancel()
     client.waiting.clear()
-    assert client.answered() == "" and loads(client.engines) == [0]
+    assert client.answered() == [] and loads(client.engines) == [0]
     assert [call.is_cancelled for call in engine.calls.values()] == [True, True]
     client.submit("d")
-    assert client.answered() == ""
+    assert client.answered() == []
     engine.end("a", "b", "d")
-    assert client.answered() == "d" and list(engine.calls) == ["a", "b", "d"]
+    assert client.answered() == [*"d"] and list(engine.calls) == ["a", "b", "d"]
 
 
 def test_silence_is_bounded(engines_of: Callable[..., PlayedEngines], rejects: Rejects) -> None:
@@ -484,16 +568,19 @@ def test_silence_is_bounded(engines_of: Callable[..., PlayedEngines], rejects: R
     client = started(engines_of, "abcd", count=2)
     hangs, other = client.engines.all
     client.engines.check()
-    client.engines._last_answer = time.monotonic() - client.engines._config.silence_s - 61
+    client.engines._dispatcher.last_answer = time.monotonic() - client.engines._config.silence_s - 61
     with rejects(EngineError, "engines-silent"):
         client.engines.check()
+    client.engines.admit()  # a weight sync, in which a replacement took that long
+    client.engines.check()
+    client.engines._dispatcher.last_answer = time.monotonic() - client.engines._config.silence_s - 61
     hangs.die(hangs=True)
     client.engines.check()
-    assert client.answered() == "" and sorted(client.resent) == ["a", "c"]
+    assert client.answered() == [] and sorted(client.resent) == ["a", "c"]
     other.end("b", "d")
-    assert client.answered() == "bd" and sorted(other.has) == ["a", "c"]
+    assert client.answered() == [*"bd"] and sorted(other.has) == ["a", "c"]
     other.end("a", "c")
-    assert client.answered() == "ac"
+    assert client.answered() == [*"ac"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -501,4 +588,4 @@ def test_an_evaluation_replaces_its_only_engine(engines_of: Callable[..., Played
     engines, counts = engines_of(), list[int]()
     engines.all[0].answers_all, engines.all[0].alive = True, not dies
     assert engines.generate_all([request(name) for name in "abc"], counts.append) == [ANSWER] * 3
-    assert counts == sorted(counts) and counts[-1] == 3 and engines.generation == dies
+    assert counts == sorted(counts) and counts[-1] == 3 and engines.restarts == dies

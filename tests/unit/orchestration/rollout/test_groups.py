@@ -395,3 +395,16 @@ def test_a_step_without_spread_ends_the_run(run_dir: Path, rejects: Rejects) -> 
     engines, scorer = ShuffledEngines(), CoinScorer(flat_every=1)
     with rejects(RewardError, "too-many-drops"):
         trained_by(groups_of(run_dir, engines, (), scorer, drop_zero_spread=True, max_drops_per_step=20), engines)
+
+
+def test_an_abort_is_bounded(run_dir: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
+    async def stay(_: object) -> None:
+        await asyncio.sleep(30)
+
+    engines = ShuffledEngines()
+    groups = groups_of(run_dir, engines, oversample=2.0)
+    monkeypatch.setattr(groups, "_end_tasks", stay.__get__(groups))
+    monkeypatch.setattr(module, "_END_TIMEOUT_S", 0.05)
+    with rejects(EngineError, "abort-timeout") as caught:
+        trained_by(groups, engines)
+    assert caught.value.who and caught.value.phase and caught.value.remedy

@@ -1,13 +1,17 @@
-"""Warnings of a step's record, and steps that are milestones."""
+"""Warnings and time of a step's record, and steps that are milestones."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from slime_like import train as module
 from slime_like.config.reading.load import load_config
+from slime_like.observability.records import PhaseClock, PhaseTimes
 from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.sources import Source
@@ -48,3 +52,26 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])
 def test_milestones(every: int, steps: list[int]) -> None:
     assert [step for step in range(1, 11) if is_due(step, every, last=10)] == steps
+
+
+def test_the_time_of_records_and_milestones_belongs_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, recorded, run = 0, list[PhaseTimes](), MagicMock(finished_steps=0)
+
+    def spend(seconds: int) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def record(step: int, trained: object, times: PhaseTimes) -> None:
+        spend(100)
+        recorded.append(times)
+
+    monkeypatch.setattr(module, "open_run", lambda _: nullcontext(run))
+    monkeypatch.setattr(module, "PhaseClock", lambda: PhaseClock(lambda: now_s * 10**9))
+    monkeypatch.setattr(module, "StepRecorder", lambda _: SimpleNamespace(record=record))
+    milestones = SimpleNamespace(
+        before_first=lambda: spend(10), after=lambda _: spend(1000), finish=lambda wall_s: None
+    )
+    monkeypatch.setattr(module, "Milestones", lambda *_: milestones)
+    monkeypatch.setattr(module, "_train_on_batch", lambda *_: spend(1) or MagicMock())
+    module.train(load_config(None, ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--steps", "3"]))
+    assert [times.step_s for times in recorded] == [1.0, 1.0, 1.0]
