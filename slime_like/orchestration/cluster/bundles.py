@@ -39,7 +39,7 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
     layouts = [role.parallel for role in config.roles.placed]
     groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]
-    if with_engines and colocated and not config.supervised:
+    if samples and colocated:
         size = min(math.lcm(size, part), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],

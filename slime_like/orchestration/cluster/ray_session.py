@@ -28,9 +28,9 @@ _ROLE_LOG = re.compile(r"[a-z]+-[\d-]+(\.\d+)?\.log")
 _REMOVALS = 20
 _POLL_S = 0.2
 _SHORTEST = 16
-_MEETING = "vllm_dist_*"
-"""Files at which vLLM's ranks meet. Their shared memory is named after them. A started engine removes that memory
-itself, but one that is killed while starting cannot."""
+_MEETING = "*_" + 32 * "[0-9a-f]"
+"""Files with a unique name at which an engine's ranks meet. Their shared memory is named after them. A started engine
+removes that memory itself, but one that is killed while starting cannot."""
 
 
 def make_private(parent: Path) -> Path:

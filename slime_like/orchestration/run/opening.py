@@ -73,9 +73,9 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 
 def _open(config: RunConfig, stack: ExitStack) -> Run:
-    if config.rollout.stream and not config.supervised:
+    if config.rollout.stream and config.starts_engines:
         require_group_scope(config.algorithm.advantage.name)
-    if config.rollout.agent.is_set and not config.supervised:
+    if config.rollout.agent.is_set and config.starts_engines:
         require_token_ratios(config.algorithm)
     lock = stack.enter_context(RunLock(config.run_dir))
     directory = RunDirectory(config)
@@ -103,7 +103,7 @@ def _open_from(base: _Base) -> Run:
     if config.debug.load_rollouts is not None:
         vocab_size = ModelDimensions.from_checkpoint(config.model.path).vocab_size
         return _without_engines(base, SavedRollouts(config.debug.load_rollouts, vocab_size, not config.supervised))
-    if not config.supervised:
+    if config.starts_engines:
         return _open_rl(base)
     prompts, wanted = base.prompts(need_responses=True), config.rollout.prompts_per_step
     notes = data_notes(config.data.max_prompt_tokens, wanted, prompts)

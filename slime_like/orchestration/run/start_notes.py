@@ -46,8 +46,8 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
         remedy = "set checkpoint.every (0 if this is intended)"
         yield f"the only checkpoint is written after step {config.steps}, so a failure before loses all steps; {remedy}"
-    if config.supervised and config.evaluation.files:
-        yield "evaluation.files is not evaluated, because demonstrations start no engines; run `slime-like eval`"
+    if config.evaluation.files and not config.starts_engines:
+        yield "evaluation.files is not evaluated, because this run starts no engines; run `slime-like eval`"
 
 
 def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:

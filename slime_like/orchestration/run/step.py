@@ -62,7 +62,7 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
     """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack. Return
     the metrics of frozen roles."""
     metrics = dict[str, float]()
-    if run.config.supervised:
+    if not run.source.has_rewards:
         return metrics
     with clock.phase("score"):
         for role in run.config.roles.scoring:
@@ -109,7 +109,7 @@ def apply_penalties(
     batch's mean importance weight, and the tokens that the loss chooses. Return the metrics of the KLs."""
     config, policy, coefficient = run.config, run.policy, run.kl_reward.value
     metrics = dict[str, float]()
-    if config.supervised:
+    if not run.source.has_rewards:
         return metrics
     with clock.phase("score"):
         if coefficient > 0 and not config.algorithm.needs_critic:  # which applies the KL at each token

@@ -14,7 +14,6 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, load_backend
 from slime_like.orchestration.cluster.node import node_address, require_own_devices, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
-from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.system.gpus import compute_capability
 from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
@@ -22,7 +21,7 @@ from slime_like.system.network import is_free
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
 
 
-class TrainerRank(RankTraining, RankExport):
+class TrainerRank(RankExport):
     """One rank of a model: its start and end, and the state of its backend. Plain Python: Ray makes an actor of it.
 
     Args:
@@ -34,8 +33,7 @@ class TrainerRank(RankTraining, RankExport):
         use_log(role)
         if shared:  # Ray assigns no device to this actor; CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared
-        RankTraining.__init__(self, config)
-        RankExport.__init__(self, config)
+        super().__init__(config)
         self._pending: PendingSave
 
     # -------------------------------------------------------------------------------------------------------- start

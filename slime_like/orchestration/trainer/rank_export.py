@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
+from slime_like.interfaces import BucketMetadata, Manifest, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.plugins.options import load_option
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import COLOCATED, open_sender
@@ -18,18 +19,11 @@ _KEEP = 1.125
 """Size of a kept buffer relative to a bucket. Alignment makes a full buffer slightly larger."""
 
 
-class RankExport:
-    """Part of ``TrainerRank`` that gathers buckets and sends them to the engines or to the driver.
-
-    Attributes:
-        backend, place: set by ``TrainerRank.setup``.
-    """
-
-    backend: TrainerBackend
-    place: RankCoordinates
+class RankExport(RankTraining):
+    """Part of ``TrainerRank`` that gathers buckets and sends them to the engines or to the driver."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._sender: Sender | None = None
         self._buckets: Iterator[WeightBucket] = iter(())
         self._stream: Iterator[BucketMetadata] | None = None

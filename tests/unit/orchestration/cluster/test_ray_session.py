@@ -1,6 +1,7 @@
 """Logs of a Ray session are kept in place of their link. Everything else is removed."""
 
 import shutil
+import uuid
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -81,11 +82,12 @@ def test_shared_memory_named_after_a_file_of_the_session_is_removed(
     home, shared = session(tmp_path / "own"), tmp_path / "shm"
     monkeypatch.setattr("slime_like.orchestration.cluster.ray_session.SHARED_MEMORY", shared)
     shared.mkdir()
-    (home / "vllm_dist_0af3").touch()
-    for name in ("vllm_dist_0af3-tp:0-[0-1]-cpushm_0", "vllm_dist_0af3-tp:0-[0-1]-cpushm_1", "vllm_dist_b7-tp:0"):
+    own, other = (f"vllm_dist_{uuid.uuid4().hex}" for _ in range(2))
+    (home / own).touch()
+    for name in (f"{own}-tp:0-[0-1]-cpushm_0", f"{own}-tp:0-[0-1]-cpushm_1", f"{other}-tp:0", "logs-1"):
         (shared / name).touch()
     put_away(home, tmp_path / "worker_logs")
-    assert [path.name for path in shared.iterdir()] == ["vllm_dist_b7-tp:0"]
+    assert {path.name for path in shared.iterdir()} == {f"{other}-tp:0", "logs-1"}
 
 
 def test_logs_stay_in_the_session_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
