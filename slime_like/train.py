@@ -18,7 +18,7 @@ from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.run.step import TrainedStep, apply_penalties, optimizer_steps, score, train_critic
 from slime_like.orchestration.trainer.batcher import WindowStream
 from slime_like.orchestration.trainer.model_ranks import present

@@ -11,9 +11,8 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Generation, UpdateReceipt
 from slime_like.observability.names import PERFORMANCE, ratio, time_metrics
 from slime_like.orchestration.cluster.ray_calls import Answers
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engine_instance import EngineInstance
-from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank

@@ -19,7 +19,7 @@ from rollout.transformers.engine import TransformersEngine
 from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Manifest, WeightBucket, WeightExport
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.quantization import quantize_export

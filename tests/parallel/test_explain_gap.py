@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
 from slime_like.errors import ConfigError
 from slime_like.interfaces import RankPlacement
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.subject import DrivenEngine, start_engine
 from slime_like.verification.gap.explain import Explanation, Finding

@@ -14,7 +14,7 @@ from slime_like.config.rollout import RewardConfig
 from slime_like.errors import EngineError, EnvironmentFailure
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.samples import turn_form
+from slime_like.orchestration.rollout.requests import turn_form
 from tests.process import scripted
 from tests.process.scripted import EOS, PROMPT, TOKENIZER, Engine, failure, ids, made, request, rewarded, talk_of, turn
 from tests.support.rejections import Rejects

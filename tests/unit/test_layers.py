@@ -16,7 +16,7 @@ LAYERS = (
     "slime_like.train slime_like.evaluate slime_like.score slime_like.verification slime_like.launch",
     "slime_like.planning",
     "slime_like.orchestration.run",
-    "slime_like.orchestration.reference slime_like.orchestration.weight_sync",
+    "slime_like.orchestration.weight_sync",
     "slime_like.orchestration.rollout",
     "slime_like.orchestration.trainer",
     "slime_like.orchestration.cluster",

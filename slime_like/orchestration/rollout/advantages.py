@@ -18,6 +18,7 @@ from slime_like.algorithms.advantages import (
 )
 from slime_like.algorithms.importance import configured_weights, log_ratio, mean_weight
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
+from slime_like.config.algorithm import KLRewardConfig
 from slime_like.config.roles import REFERENCE, TEACHER
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
@@ -344,3 +345,32 @@ def normalize_importance(algorithm: AlgorithmConfig, policy: ModelRanks, rows: S
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     policy.call("dividing weights", TrainerRank.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})
+
+
+_KL = "kl_reward_coef"
+
+
+class KLCoefficient:
+    """The coefficient of the KL in the reward, which may adapt (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    Attributes:
+        value: the coefficient of the next step.
+    """
+
+    def __init__(self, settings: KLRewardConfig) -> None:
+        self._settings = settings
+        self.value = settings.coef
+
+    def adapt(self, kl: float) -> None:
+        """Raise the coefficient if a step's ``kl`` is above the target, and lower it below, by at most a fifth of
+        ``gain``."""
+        if (target := self._settings.target) is not None:
+            self.value *= 1 + self._settings.gain * min(0.2, max(-0.2, kl / target - 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._settings.target is None else {_KL: self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's value. One without a target starts at the setting."""
+        if self._settings.target is not None:
+            self.value = state.get(_KL, self.value)

@@ -19,8 +19,7 @@ from slime_like.interfaces import Conversation, Generation, GenerationRequest, S
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.models.tokenization import decode_exactly
 from slime_like.orchestration.cluster.node import node_address
-from slime_like.orchestration.rollout.requests import routes_per_token
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
+from slime_like.orchestration.rollout.requests import Generate, all_or_none, routes_per_token, turn_form, turn_request
 from slime_like.sandbox.single_items import AgentPool, FailureBudget, NoOutcome
 
 _SUSPICIOUS_ROLLOUTS, _MOST_REPORTED = 8, 64

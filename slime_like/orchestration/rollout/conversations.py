@@ -13,7 +13,7 @@ from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
 from slime_like.models.tokenization import decode_exactly
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
+from slime_like.orchestration.rollout.requests import Generate, all_or_none, turn_request
 from slime_like.sandbox.observations import ObservationEncoder
 from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome
 

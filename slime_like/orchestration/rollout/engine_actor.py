@@ -33,8 +33,7 @@ from slime_like.orchestration.cluster.node import (
     use_log,
     use_session_directory,
 )
-from slime_like.orchestration.rollout.requests import parts_of, require_routes, routes_per_token
-from slime_like.orchestration.rollout.samples import all_or_none, turn_form
+from slime_like.orchestration.rollout.requests import all_or_none, parts_of, require_routes, routes_per_token, turn_form
 from slime_like.plugins.options import load_option
 from slime_like.system.processes import end_processes
 

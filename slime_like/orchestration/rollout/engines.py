@@ -21,7 +21,8 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watch_none
 from slime_like.orchestration.rollout.engine_instance import Dispatcher, EngineCall, EngineInstance
-from slime_like.orchestration.rollout.samples import all_or_none
+from slime_like.orchestration.rollout.requests import all_or_none
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.loop_thread import LoopThread
 from slime_like.weights.transports.registry import for_engine
@@ -286,3 +287,60 @@ def _end_lost(engine: EngineInstance) -> None:
     """End the calls of a dead engine, which may never be answered."""
     for call in engine.calls if engine.death is not None else ():
         call.ended.set()
+
+
+class DeviceSwitch:
+    """Turns on devices. Each method runs before a phase, and returns after the move.
+
+    A shared device never holds optimizer state and KV cache at the same time. A sync hands over: gradients and
+    optimizer state leave, engine weights come, buckets are sent, trainer weights leave, the KV cache comes.
+
+    Dead engines leave the pool as soon as their death is detected. The others continue.
+
+    Args:
+        shared: trainers and engines on the same devices; ``None``: on separate devices, where nothing moves.
+    """
+
+    def __init__(self, shared: tuple[ModelRanks, Engines] | None = None) -> None:
+        self._turn: Literal["trainers", "engines"] | None = None
+        if shared is not None:
+            self._trainers, self._engines = shared
+            self._turn = "trainers"
+
+    def starting_engines(self) -> None:
+        """Take trainers off the devices: a starting engine takes all the memory that it is allowed."""
+        if self._turn == "trainers":
+            self._trainers.offload()
+            self._turn = "engines"
+
+    def training(self, keep_weights: bool = False) -> None:
+        """Prepare the devices for scoring, training and saving.
+
+        Args:
+            keep_weights: whether engines keep their weights, to sample again without a weight sync.
+        """
+        if self._turn == "engines":
+            self._engines.sleep(keep_weights)
+            self._trainers.onload()
+            self._turn = "trainers"
+
+    def generation(self) -> None:
+        """Prepare the devices for sampling."""
+        if self._turn == "trainers":
+            self._trainers.offload()
+            self._engines.wake(("weights", "kv_cache"))
+            self._turn = "engines"
+
+    def begin_sync(self) -> None:
+        """Prepare for a weight sync, in which trainers and engines both hold weights."""
+        self.training()
+        if self._turn is not None:
+            self._trainers.offload(keep_weights=True)
+            self._engines.wake(("weights",))
+
+    def end_sync(self) -> None:
+        """Give the devices to the engines after a sync."""
+        if self._turn is not None:
+            self._trainers.offload()
+            self._engines.wake(("kv_cache",))
+            self._turn = "engines"

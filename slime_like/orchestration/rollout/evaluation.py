@@ -14,9 +14,8 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.rollout.engines import Engines
-from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
+from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group, turn_form
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
-from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.sandbox.rewards.registry import required_of_rows

@@ -16,11 +16,10 @@ from slime_like.interfaces import GenerationRequest
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.engines import Engines
-from slime_like.orchestration.rollout.prompt_queue import PromptQueue
+from slime_like.orchestration.rollout.issue import PromptQueue, StalenessGate
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, StepFailures
-from slime_like.orchestration.rollout.staleness import StalenessGate
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 GENERATE, REWARD, REWARDED, SCORE, READY = "generate", "reward", "rewarded", "score", "ready"

@@ -13,8 +13,8 @@ from slime_like.config.rollout import AGENT, ENVIRONMENT, OnFailure
 from slime_like.errors import RewardError
 from slime_like.interfaces import Conversation, Scores
 from slime_like.orchestration.rollout.advantages import Advantages
+from slime_like.orchestration.rollout.requests import turn_form
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
-from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.system.words import pluralize

@@ -18,8 +18,8 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
 from slime_like.observability.progress import DRIVER_LOG
-from slime_like.orchestration.reference.refresh import REFERENCE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from slime_like.orchestration.run.reference import REFERENCE
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, newest_whole
 from slime_like.system.words import pluralize
 

@@ -16,8 +16,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
-from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.batcher import request_tokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks

@@ -14,7 +14,7 @@ from slime_like.observability.names import ACCURACY
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.weights.adapter import ADAPTER, adapter_facts
 

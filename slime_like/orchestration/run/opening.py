@@ -1,9 +1,9 @@
-"""Three ways to open a run: RL, supervised, or on saved rollouts. Everything started is closed in reverse order."""
+"""Three ways to open a run, and its first notes. Everything started is closed in reverse order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,33 +15,30 @@ from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.token_rows import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.reference.refresh import REFERENCE, Reference
-from slime_like.orchestration.rollout.advantages import require_group_scope
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.advantages import KLCoefficient, require_group_scope
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.groups import Groups
-from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
-from slime_like.orchestration.rollout.requests import stop_tokens
+from slime_like.orchestration.rollout.requests import stop_tokens, turn_form
 from slime_like.orchestration.rollout.roles import RoleQueue
-from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.sources import Demonstrations, SampledGroups, SavedRollouts, Source
-from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
+from slime_like.orchestration.run.reference import REFERENCE, Reference
+from slime_like.orchestration.run.sources import Demonstrations, Run, SampledGroups, SavedRollouts, Source
 from slime_like.orchestration.trainer.batcher import require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
@@ -49,6 +46,7 @@ from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
+from slime_like.system.words import pluralize
 
 
 @contextmanager
@@ -293,3 +291,59 @@ class _Placed:
             if changed := base.directory.record_settings(checkpoint):
                 self.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")
         return run
+
+
+def data_notes(
+    max_prompt_tokens: int, wanted: int, prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]] | None = None
+) -> Iterator[str]:
+    """Yield notes on prompts that are left out, repeated within a step, or also in the held-out ``datasets``."""
+    rows, dropped = prompts.num_rows, prompts.dropped_prompts
+    if dropped:
+        share = f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%})"
+        yield f"{share} are longer than data.max_prompt_tokens={max_prompt_tokens} and are left out"
+    if rows < wanted:
+        yield f"{pluralize(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
+    for name, found in (datasets or {}).items():
+        if shared := prompts.num_shared(found):
+            different = len({tuple(prompt.input.token_ids) for prompt in found})
+            yield f"{shared} of {pluralize(different, 'held-out prompt')} of {name} are also in the training data"
+
+
+def settings_notes(config: RunConfig) -> Iterator[str]:
+    """Warn about an adapter of another base, experts without factors, a warm-up that outlasts the run, an unset
+    checkpoint interval, and files that are not evaluated."""
+    base, model = config.model.lora.base, config.model.path
+    if base is not None and Path(base).resolve() != model.resolve():
+        yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
+    with suppress(WeightFilesError):  # a check reports it
+        stored = header_shapes(model).items() if config.model.lora.is_set else ()
+        if any(".experts." in name and len(shape) == 3 for name, shape in stored):
+            yield "this model's experts have no factors (model.lora), so they stay as they are"
+    updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
+    if warmup > updates:
+        problem = f"is longer than the run ({pluralize(updates, 'update')}), which never reaches the learning rate"
+        yield f"trainer.optimizer.warmup_steps={warmup} {problem}"
+    if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
+        remedy = "set checkpoint.every (0 if this is intended)"
+        yield f"the only checkpoint is written after step {config.steps}, so a failure before loses all steps; {remedy}"
+    if config.evaluation.files and not config.starts_engines:
+        yield "evaluation.files is not evaluated, because this run starts no engines; run `slime-like eval`"
+
+
+def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:
+    """State that the run leaves out the checkpoint's critic; empty if it does not."""
+    left = checkpoint is not None and not needs_critic and (checkpoint.path / CRITIC).is_dir()
+    return "the checkpoint's critic is left out, because algorithm.advantage needs none" if left else ""
+
+
+def router_note(model: Path, rate: float) -> str:
+    """State whether biases of the model's routers change; empty without such biases."""
+    dimensions = ModelDimensions.from_checkpoint(model)
+    has_biases = dimensions.moe_sigmoid
+    if dimensions.attention.unsupported:
+        with suppress(WeightFilesError):  # there are none if the run starts with converted weights
+            has_biases = any(map(keeps_type, header_shapes(model)))
+    if not has_biases:
+        return ""
+    fate = "move against the experts' load after each optimizer step" if rate else "are frozen"
+    return f"the routers' biases {fate} (trainer.router_bias_rate={rate:g})"

@@ -16,8 +16,7 @@ from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
-from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.sources import SourceFigures
+from slime_like.orchestration.run.sources import Run, SourceFigures
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks

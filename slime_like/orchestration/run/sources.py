@@ -1,6 +1,6 @@
-"""Sources of a run's trajectories: sampled by engines, demonstrations, or rollouts of an earlier run."""
+"""A run, and the sources of its trajectories: engines, demonstrations, or rollouts of an earlier run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 
+from slime_like.config import RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
+from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import PhaseClock
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.advantages import KLCoefficient
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.rollout.groups import Groups
-from slime_like.orchestration.trainer.checkpoint import Checkpoint
+from slime_like.orchestration.run.reference import Reference
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
@@ -252,3 +258,34 @@ def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
             loss_mask=mask[first:end],
             **{name: torch.tensor(values) for name, values in prompt.input.fields.items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An opened run. See ``slime_like.orchestration.run.opening``.
+
+    Attributes:
+        finished_steps: number of steps before the resumed checkpoint; 0 in a new run.
+        decode: function from token ids to text, by the model's tokenizer.
+        source: yields a step's trajectories; with engines, also syncs and evaluates.
+        models: models on ranks: the policy, perhaps its critic, and the workers of frozen roles ("reference worker 0").
+        devices: moves trainers and engines on and off shared devices.
+        reference: refreshes the reference's weights if ``reference.update_interval`` is set.
+        kl_reward: coefficient of the KL in the reward.
+    """
+
+    config: RunConfig
+    finished_steps: int
+    decode: Callable[[Sequence[int]], str]
+    source: Source
+    models: Mapping[str, ModelRanks]
+    devices: DeviceSwitch
+    reference: Reference
+    kl_reward: KLCoefficient
+    checkpoints: CheckpointStore
+    metrics: MetricLogger
+    progress: Progress
+
+    @property
+    def policy(self) -> ModelRanks:
+        return self.models[POLICY]

@@ -16,7 +16,7 @@ from slime_like.observability.names import scoring_metrics, source_kls
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.advantages import Advantages, distill, normalize_importance
-from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.model_ranks import present
 from slime_like.orchestration.trainer.rank import TrainerRank

@@ -19,8 +19,7 @@ from slime_like.errors import ConfigError, EngineError, WeightSyncError
 from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
-from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.orchestration.run.engines import launch_engines

@@ -18,7 +18,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.weight_files import header_shapes
-from slime_like.orchestration.run.start_notes import settings_notes
+from slime_like.orchestration.run.opening import settings_notes
 from slime_like.weights.adapter import ADAPTER_FILE, factor_shapes
 from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects

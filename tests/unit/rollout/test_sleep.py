@@ -23,7 +23,7 @@ from slime_like.interfaces import BucketMetadata, Manifest, PauseMode, TensorEnt
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 from tests.conftest import Tiny

@@ -31,9 +31,8 @@ from slime_like.interfaces import (
 from slime_like.orchestration import weight_sync
 from slime_like.orchestration.rollout import engine_instance
 from slime_like.orchestration.rollout import engines as module
-from slime_like.orchestration.rollout.colocation import DeviceSwitch
 from slime_like.orchestration.rollout.engine_instance import EngineInstance
-from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.sources import SampledGroups

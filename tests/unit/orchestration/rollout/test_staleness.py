@@ -9,7 +9,7 @@ from itertools import permutations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slime_like.orchestration.rollout.staleness import StalenessGate
+from slime_like.orchestration.rollout.issue import StalenessGate
 
 
 def in_time(versions: list[int], step: int, room: int, batch_size: int, max_staleness: int) -> bool:

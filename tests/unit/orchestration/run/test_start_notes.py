@@ -11,7 +11,7 @@ from backends.fsdp.optimizer import learning_rate
 from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
-from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
+from slime_like.orchestration.run.opening import critic_note, data_notes, router_note, settings_notes
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 
 

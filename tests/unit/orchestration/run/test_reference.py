@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import cast
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.roles import RoleQueue
+from slime_like.orchestration.run.reference import REFERENCE, Reference
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank

@@ -1,1 +1,0 @@
-"""Refresh of the reference model from the policy."""
