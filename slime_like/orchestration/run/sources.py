@@ -21,6 +21,7 @@ from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
+from slime_like.orchestration.rollout.group_table import READY
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.run.reference import Reference
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -185,11 +186,11 @@ class SampledGroups(Source):
 
     def start(self, version: int) -> None:
         self.sync(version)
-        self._groups.serve(version)
+        self._groups.table.serve(version)
 
     def sampling(self, progress: Progress) -> AbstractContextManager[object]:
         wanted = self._groups.config.rollout.prompts_per_step
-        return progress.waiting("sampling", wanted, "group", self._groups.sampled)
+        return progress.waiting("sampling", wanted, "group", self._groups.table.sampled)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
@@ -197,19 +198,19 @@ class SampledGroups(Source):
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         self._groups.trained(trajectories, step)
-        self._groups.serve(step)
+        self._groups.table.serve(step)
 
     def state_dict(self) -> dict[str, Any]:
         roles = {role.role: role.restarts for role in self._groups.roles}
-        return self._groups.state_dict() | {_RESTARTS: {_ENGINES: self._groups.engines.restarts, **roles}}
+        return self._groups.table.state_dict() | {_RESTARTS: {_ENGINES: self._groups.engines.restarts, **roles}}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         restarts = checkpoint.state.get(_RESTARTS, {})
         self._groups.engines.restarts = restarts.get(_ENGINES, 0)
         for role in self._groups.roles:
             role.restarts = restarts.get(role.role, 0)
-        self._groups.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
-        self._groups.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
+        self._groups.table.prompts.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._groups.table.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
         if self._evaluator is None:
@@ -218,17 +219,18 @@ class SampledGroups(Source):
         return self._evaluator.run(step, progress)
 
     def figures(self, step_s: float) -> SourceFigures:
-        queued, ready = self._groups.sizes()
-        before, self._dropped_prompts = self._dropped_prompts, self._groups.prompts.source.dropped_prompts
+        table = self._groups.table
+        ready = len(table.at(READY))
+        before, self._dropped_prompts = self._dropped_prompts, table.prompts.source.dropped_prompts
         lists = [self._sync_notes, *(role.news for role in self._groups.roles)]
         return SourceFigures(
-            queued_groups=queued,
+            queued_groups=len(table.at()) - ready,
             ready_groups=ready,
             dropped_prompts=self._dropped_prompts - before,
             sync=self._report,
             scoring={name: value for role in self._groups.roles for name, value in role.take_work(step_s).items()},
             notes=[sentences.pop(0) for sentences in lists for _ in range(len(sentences))],
-            failed=self._groups.take_failed(),
+            failed=table.take_failed(),
         )
 
 

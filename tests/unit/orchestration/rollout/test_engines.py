@@ -385,15 +385,14 @@ def test_restarts_count_over_a_runs_starts(make: Callable[..., Run], rejects: Re
     run.sync.run(0)
     role = RoleQueue("reference", 10, max_restarts=2)
     role.restarts = 2
-    groups: Any = SimpleNamespace(engines=run.engines, roles=[role], state_dict=lambda: {"data": {}})
+    groups: Any = SimpleNamespace(engines=run.engines, roles=[role], table=Mock(**{"state_dict.return_value": {}}))
     state = json.loads(json.dumps(SampledGroups(groups, run.turns, run.sync, None).state_dict()))
     assert state["restarts"] == {"engines": 1, "reference": 2}
     again = make("separate", restarts=1, count=1)
     resumed: Any = SimpleNamespace(
         engines=again.engines,
         roles=[RoleQueue("reference", 10, max_restarts=2)],
-        load_state_dict=lambda _: None,
-        ledger=Mock(),
+        table=Mock(),
     )
     checkpoint: Any = SimpleNamespace(state=state, data_position=dict, file=lambda name: name)
     SampledGroups(resumed, again.turns, again.sync, None).restore(checkpoint)

@@ -201,8 +201,8 @@ def test_each_resampled_group_is_trained_once(run_dir: Path, rollout: dict[str, 
     assert all(outage.asked[group] == (3 if group in again else 1) for group in trained)
     for group in again:
         assert len({request.seed for request in engines.sent if request.request_id == f"train-{group}"}) == 1
-    failed = groups.take_failed()
-    assert {row.reward_metadata["outcome"] for row in failed} == {"resampled"} and not groups.take_failed()
+    failed = groups.table.take_failed()
+    assert {row.reward_metadata["outcome"] for row in failed} == {"resampled"} and not groups.table.take_failed()
 
 
 @pytest.mark.parametrize(("on_failure", "times"), [("mask", 1), ("resample", 3)])

@@ -21,8 +21,10 @@ from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Scores
 from slime_like.observability.records import PhaseClock
+from slime_like.orchestration.rollout import group_table
 from slime_like.orchestration.rollout import groups as module
-from slime_like.orchestration.rollout.groups import GENERATE, REWARDED, Groups
+from slime_like.orchestration.rollout.group_table import GENERATE, READY, REWARDED
+from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.system.loop_thread import LoopThread
@@ -143,7 +145,7 @@ class CoinScorer:
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(group_table, "_LOOK_EVERY_S", 0.005)
     write_checkpoint(tmp_path / "model")
     return tmp_path
 
@@ -172,7 +174,7 @@ def batches(groups: Groups, engines: ShuffledEngines, first: int = 1, last: int 
     """Yield each step's groups."""
     clock, rollout = PhaseClock(), groups.config.rollout
     engines.version, engines.keeps_last = first - 1, rollout.stream
-    groups.serve(first - 1)
+    groups.table.serve(first - 1)
     for step in range(first, last + 1):
         trajectories: list[ScoredTrajectory] = []
         for part in groups.stream(step, clock) if rollout.stream else [groups.next_batch(step, clock)]:
@@ -184,7 +186,7 @@ def batches(groups: Groups, engines: ShuffledEngines, first: int = 1, last: int 
         assert step - 1 - min(t.policy_version for t in trajectories) <= rollout.max_staleness
         groups.trained(trajectories, step)
         engines.version = step
-        groups.serve(step)
+        groups.table.serve(step)
         yield list(dict.fromkeys(t.group_id for t in trajectories))
 
 
@@ -290,14 +292,14 @@ def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:
     engines = ShuffledEngines(1)
     groups = groups_of(run_dir, engines, max_staleness=2)
     before = trained_by(groups, engines, last=5)
-    state = json.loads(json.dumps(groups.state_dict()))
-    issued = groups.prompts.source.next(PROMPTS)
-    groups.ledger.add([prompt.group_id for prompt in issued], ISSUED, version=groups.gate.version)
-    groups.ledger.snapshot(run_dir / "copy")
+    state = json.loads(json.dumps(groups.table.state_dict()))
+    issued = groups.table.prompts.source.next(PROMPTS)
+    groups.table.ledger.add([prompt.group_id for prompt in issued], ISSUED, version=groups.table.gate.version)
+    groups.table.ledger.snapshot(run_dir / "copy")
     engines = ShuffledEngines(2)
     again = groups_of(run_dir, engines, max_staleness=2)
-    again.load_state_dict(state)
-    again.ledger.restore(run_dir / "copy", state["ledger_events"])
+    again.table.prompts.load_state_dict(state)
+    again.table.ledger.restore(run_dir / "copy", state["ledger_events"])
     after = trained_by(again, engines, first=6)
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
     assert not audit_run(run_dir).problems
@@ -309,32 +311,38 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
     engines = ShuffledEngines(by_hand=True)
     groups = groups_of(run_dir, engines, max_staleness=1)
-    groups.load_state_dict(state)
-    assert json.loads(json.dumps(groups.state_dict())) == state | {"ledger_events": 0}
-    groups.serve(0)
-    issued = [group.prompt for group in groups.at(GENERATE)]
+    groups.table.prompts.load_state_dict(state)
+    assert json.loads(json.dumps(groups.table.state_dict())) == state | {"ledger_events": 0}
+    groups.table.serve(0)
+    issued = [group.prompt for group in groups.table.at(GENERATE)]
     assert [prompt.group_id for prompt in issued] == [3, 5, *range(6, 12)]
     assert issued[0] == Prompt(PromptInput([1, 2]), "4", 3, 0, 7, environment={"a": 1})
-    assert [fields["group_id"] for fields in groups.state_dict()["in_flight"]] == [3, 5, *range(6, 12)]
+    assert [fields["group_id"] for fields in groups.table.state_dict()["in_flight"]] == [3, 5, *range(6, 12)]
     groups.close()
     engines.thread.close()
+
+
+def sizes(groups: Groups) -> tuple[int, int]:
+    """Return the numbers of groups under way, and of ready ones."""
+    ready = len(groups.table.at(READY))
+    return len(groups.table.at()) - ready, ready
 
 
 def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     """Rewarded and taken groups count. Dropped groups and those of later batches don't."""
     engines = ShuffledEngines(by_hand=True)
     groups = groups_of(run_dir, engines, max_staleness=1, drop_zero_spread=True, stream=True)
-    groups.serve(0)
+    groups.table.serve(0)
     engines.answer()
-    assert (groups.sizes(), groups.sampled()) == ((2 * PROMPTS, 0), 0)
+    assert (sizes(groups), groups.table.sampled()) == ((2 * PROMPTS, 0), 0)
     engines.answer(1, 0)
-    assert (groups.sizes(), groups.sampled()) == ((2 * PROMPTS - 2, 2), 2)
+    assert (sizes(groups), groups.table.sampled()) == ((2 * PROMPTS - 2, 2), 2)
     stream = groups.stream(1, PhaseClock())
-    assert len(next(stream)) == 2 * SAMPLES and groups.sampled() == 2
+    assert len(next(stream)) == 2 * SAMPLES and groups.table.sampled() == 2
     engines.answer(2)  # without spread
-    assert groups.sampled() == 2 and len(groups.at(GENERATE)) == 2 * PROMPTS - 2
+    assert groups.table.sampled() == 2 and len(groups.table.at(GENERATE)) == 2 * PROMPTS - 2
     engines.answer(*range(3, 7))
-    assert groups.sampled() == PROMPTS
+    assert groups.table.sampled() == PROMPTS
     groups.close()
     engines.thread.close()
 
@@ -343,7 +351,7 @@ def test_a_step_drops_its_groups_together(run_dir: Path) -> None:
     """So the replacement of a dropped group does not depend on which group was faster."""
     engines = ShuffledEngines(by_hand=True)
     groups = groups_of(run_dir, engines, drop_zero_spread=True)
-    groups.serve(0)
+    groups.table.serve(0)
     engines.answer()
     assert not engines.held  # nothing before the training loop asks
     found: list[list[ScoredTrajectory]] = []
@@ -352,7 +360,7 @@ def test_a_step_drops_its_groups_together(run_dir: Path) -> None:
     while len(engines.held) < PROMPTS:
         time.sleep(0.001)
     engines.answer(2, 0, 1)
-    assert len(groups.at(REWARDED)) == 3 and list(engines.held) == [3]
+    assert len(groups.table.at(REWARDED)) == 3 and list(engines.held) == [3]
     engines.answer(3)
     assert list(engines.held) == [4] and audit_run(run_dir).dropped == {"zero spread": 1}
     engines.answer(4)
