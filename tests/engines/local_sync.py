@@ -137,7 +137,8 @@ class Answers(Generic[T]):
 class LocalEngines:
     """One engine in this process, which never dies, in place of ``Engines``."""
 
-    generation, dead = 0, ()
+    instances: ClassVar[list[str]] = ["engine 0"]
+    dead = ()
 
     def __init__(self, engine: TransformersEngine, loop: asyncio.AbstractEventLoop) -> None:
         self.engine = engine

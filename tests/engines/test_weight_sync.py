@@ -114,7 +114,7 @@ def test_order_of_the_probe(setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     noted(setting.sync._turns, "end_sync")
     setting.sync.run(1)
     end = ["update", "result", "next_bucket", "start_probe", "finish_update", "result", "result", "end_sync"]
-    assert events[-13:] == [*end, "probe", "probe", "answer", "result", "result"] and events.count("start_probe") == 1
+    assert events[-13:] == [*end, "probe", "probe", "result", "result", "answer"] and events.count("start_probe") == 1
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)

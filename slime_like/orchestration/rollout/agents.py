@@ -1,7 +1,7 @@
 """Rollouts of agents that call the model through an endpoint. Runs in the engine's actor."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.requests import Generate, all_or_none, routes_per_token, turn_form, turn_request
 from slime_like.sandbox.single_items import AgentPool, FailureBudget, NoOutcome
 
-_SUSPICIOUS_ROLLOUTS, _MOST_REPORTED = 8, 64
+_SUSPICIOUS_ROLLOUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ class AgentRollouts:
         self._chat = ChatFormat(self._form.tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version
-        self._reported: set[str] = set()
         self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
         self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS)
@@ -103,7 +102,6 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
-        self._report(session.ignored)
         rows = await session.outside(session.rows, self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(rows), outcome.result)
@@ -134,12 +132,6 @@ class AgentRollouts:
                 who="rollout.agent",
                 remedy="make it call task.base_url with task.key and task.model, and wait for the answer",
             )
-
-    def _report(self, ignored: Mapping[str, Any]) -> None:
-        """Log each setting that an agent asks for and does not get, once."""
-        for name in sorted(ignored.keys() - self._reported)[: _MOST_REPORTED - len(self._reported)]:
-            print(f"an agent's {name} has no effect: {ignored[name]!r}", flush=True)
-            self._reported.add(name)
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None

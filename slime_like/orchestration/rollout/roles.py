@@ -9,37 +9,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.interfaces import Scores
 from slime_like.observability.names import scoring_metrics
 from slime_like.orchestration.rollout.scoring import RewardedGroup
-from slime_like.trajectory import UnscoredTrajectory
-
-
-class RoleWorker(Protocol):
-    """Worker that scores with a role. It holds all weights before it joins a pool. One thread calls all methods except
-    ``close``; they raise ``SlimeLikeError`` if the worker has failed."""
-
-    @property
-    def name(self) -> str: ...
-
-    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
-        """Return the (response_len,) float32 scores of each trajectory, by field."""
-
-    def use(self, weights: Path) -> None:
-        """Score with the weights in this directory from now on. Does nothing if they are already in use."""
-
-    def restart(self, weights: Path | None) -> None:
-        """End the rest of the worker, and start it again in the same place. May take a while.
-
-        Args:
-            weights: directory to load; ``None`` loads the configuration's weights.
-        """
-
-    def close(self) -> None:
-        """End the worker. May be called twice, and from another thread."""
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 
 class RoleWeights:
@@ -123,8 +97,9 @@ class RoleQueue:
             self._settle()
         return await asyncio.wrap_future(job.scored)
 
-    def join(self, worker: RoleWorker) -> None:
-        """Add a worker that holds the weights."""
+    def join(self, worker: ModelRanks) -> None:
+        """Add a worker that holds the weights. One thread calls its methods; they raise ``SlimeLikeError`` if it has
+        failed."""
         with self._changed:
             self._workers += 1
         threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True).start()
@@ -153,7 +128,7 @@ class RoleQueue:
         self._changed.notify_all()
 
     # -------------------------------------------------------------------------------------------- a worker's thread
-    def _serve(self, worker: RoleWorker) -> None:
+    def _serve(self, worker: ModelRanks) -> None:
         try:
             while jobs := self._next_request():
                 try:
@@ -187,7 +162,7 @@ class RoleQueue:
             self._jobs.popleft()
         return bool(self._jobs) or self._end is not None
 
-    def _score(self, worker: RoleWorker, jobs: Sequence[_Job]) -> None:
+    def _score(self, worker: ModelRanks, jobs: Sequence[_Job]) -> None:
         rows = [row for job in jobs for row in job.group.group.trajectories]
         with self.weights.reading() as weights:
             if weights is not None:
@@ -203,7 +178,7 @@ class RoleQueue:
             if job.scored.set_running_or_notify_cancel():
                 job.scored.set_result(scored)
 
-    def _restarts(self, worker: RoleWorker, error: SlimeLikeError) -> bool:
+    def _restarts(self, worker: ModelRanks, error: SlimeLikeError) -> bool:
         """Restart a failed worker, as often as restarts are left. Return whether it works again."""
         while self._may_restart():
             try:

@@ -18,7 +18,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.roles import RoleQueue
-from slime_like.orchestration.trainer.batcher import request_tokens
+from slime_like.orchestration.trainer.batcher import packs_per_request
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.pool import RewardPool
@@ -136,9 +136,9 @@ def _role_pools(
     for worker in workers:
         role = worker.role
         if role.name not in pools:
-            pools[role.name] = RoleQueue(
-                role.name, request_tokens(worker.config.trainer), role.max_restarts, role.source
-            )
+            trainer = worker.config.trainer
+            tokens = trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
+            pools[role.name] = RoleQueue(role.name, tokens, role.max_restarts, role.source)
             stack.callback(pools[role.name].close)
         pools[role.name].join(worker)
     return list(pools.values())

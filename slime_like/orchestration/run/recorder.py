@@ -16,7 +16,7 @@ from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
-from slime_like.orchestration.run.sources import Run, SourceFigures
+from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
@@ -70,17 +70,13 @@ class StepRecorder:
             **names.phase_metrics(times, trained.busy_s),
             **_token_metrics(rollouts, trained.tokens, times.step_s),
             **{f"{names.PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
-            "queues/train_replay_buffer_size": float(figures.ready_groups),
-            **(self.sampled(step, rollouts, times, figures) if is_sampled else {}),
+            **figures.metrics,
+            **(self.sampled(step, rollouts, times, figures.failed) if is_sampled else {}),
             **source_metrics(rollouts, run.config.reward.functions if is_sampled else ()),
             **names.source_kls([update.source_kls for update in trained.updates]),
-            **figures.scoring,
             **trained.scoring,
-            **({} if figures.sync is None else figures.sync.metrics(times.step_s)),
         }
         self.note(*figures.notes)
-        if figures.sync is not None and step == run.finished_steps + 1:
-            self.note(str(figures.sync))
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
         if run.source.has_rewards:
@@ -97,21 +93,21 @@ class StepRecorder:
         self.note(self._failures.at_end())
 
     # ---------------------------------------------------------------------------------------------- sampled responses
-    def sampled(self, step: int, rollouts: Rollouts, times: PhaseTimes, figures: SourceFigures) -> dict[str, float]:
+    def sampled(
+        self, step: int, rollouts: Rollouts, times: PhaseTimes, failed: Sequence[ScoredTrajectory]
+    ) -> dict[str, float]:
         """Return the metrics of rewards and of sampling, and report failures."""
         config = self._run.config
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
-        metadata += [row.reward_metadata for row in figures.failed]
+        metadata += [row.reward_metadata for row in failed]
         self.note(self._failures.add(step, metadata))
-        if self._watches_programs and (failed := program_failures(step, metadata)):
+        if self._watches_programs and (note := program_failures(step, metadata)):
             self._watches_programs = False
-            self.note(failed)
+            self.note(note)
         asynchronous = config.rollout.max_staleness > 0  # sampling never pauses
         return {
             **reward_metrics(rollouts, config.reward.functions, metadata),
             **rollout_metrics(rollouts, step, times.step_s if asynchronous else times.seconds["generate"]),
-            "rollout/dropped_prompts": float(figures.dropped_prompts),
-            "queues/rollout_queue_size": float(figures.queued_groups),
         }
 
     def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory]) -> None:

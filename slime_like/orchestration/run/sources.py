@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,25 +29,21 @@ from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
+_READY_GROUPS = "queues/train_replay_buffer_size"
 _RESTARTS, _ENGINES = "restarts", "engines"
 """State of a checkpoint: restarts that are used up, of engines and of each role's workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SourceFigures:
-    """A source's figures in a step's record. The defaults are for a run without engines.
+    """A source's part of a step's record.
 
     Attributes:
-        queued_groups: number of groups on their way through the engines.
-        ready_groups: number of groups waiting for training.
+        notes: sentences for the user.
         failed: the step's failed rollouts that are not trained, by their last row.
     """
 
-    queued_groups: int = 0
-    ready_groups: int = 0
-    dropped_prompts: int = 0
-    sync: SyncReport | None = None
-    scoring: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float]
     notes: Sequence[str] = ()
     failed: Sequence[ScoredTrajectory] = ()
 
@@ -100,7 +96,7 @@ class Source:
 
     def figures(self, step_s: float) -> SourceFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
-        return SourceFigures()
+        return SourceFigures({_READY_GROUPS: 0.0})
 
 
 class Demonstrations(Source):
@@ -166,7 +162,8 @@ class SampledGroups(Source):
         self._sync = sync
         self._evaluator = evaluator
         self._dropped_prompts = 0
-        self._sync_notes: list[str] = []
+        self._notes: list[str] = []
+        self._is_first_step = True
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         self._prepare_devices(clock)
@@ -194,7 +191,7 @@ class SampledGroups(Source):
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
-        self._sync_notes += filter(None, [self._report.note])
+        self._notes += filter(None, [self._report.note])
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         self._groups.trained(trajectories, step)
@@ -222,16 +219,20 @@ class SampledGroups(Source):
         table = self._groups.table
         ready = len(table.at(READY))
         before, self._dropped_prompts = self._dropped_prompts, table.prompts.source.dropped_prompts
-        lists = [self._sync_notes, *(role.news for role in self._groups.roles)]
-        return SourceFigures(
-            queued_groups=len(table.at()) - ready,
-            ready_groups=ready,
-            dropped_prompts=self._dropped_prompts - before,
-            sync=self._report,
-            scoring={name: value for role in self._groups.roles for name, value in role.take_work(step_s).items()},
-            notes=[sentences.pop(0) for sentences in lists for _ in range(len(sentences))],
-            failed=table.take_failed(),
-        )
+        notes, self._notes = self._notes, []
+        if self._is_first_step:
+            notes.append(str(self._report))
+            self._is_first_step = False
+        for role in self._groups.roles:
+            notes += [role.news.pop(0) for _ in range(len(role.news))]
+        metrics = {
+            _READY_GROUPS: float(ready),
+            "queues/rollout_queue_size": float(len(table.at()) - ready),
+            "rollout/dropped_prompts": float(self._dropped_prompts - before),
+            **{name: value for role in self._groups.roles for name, value in role.take_work(step_s).items()},
+            **self._report.metrics(step_s),
+        }
+        return SourceFigures(metrics, notes, table.take_failed())
 
 
 def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:

@@ -286,13 +286,8 @@ def window_tokens(trainer: TrainerConfig) -> int:
     return trainer.target_tokens_per_batch * trainer.parallel.data * packs
 
 
-def request_tokens(trainer: TrainerConfig) -> int:
-    """Return the fewest tokens that keep all ranks busy: one full pack per replica, several with a pipeline."""
-    return trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
-
-
 def packs_per_request(trainer: TrainerConfig) -> int:
-    """Return the number of full packs per replica in ``request_tokens``."""
+    """Return the fewest full packs per replica that keep all ranks busy: one, or several with a pipeline."""
     return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 

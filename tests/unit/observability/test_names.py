@@ -13,7 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.observability.names import IDLE_TIME, scoring_metrics, source_kls, update_metrics
 from slime_like.observability.records import PhaseTimes
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.sources import SourceFigures
+from slime_like.orchestration.run.sources import Source, SourceFigures
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.weight_sync import SyncReport
@@ -77,7 +77,9 @@ def logged(
         gather_s=0.2, probe_gap=1e-6,
     )  # fmt: skip
     work = scoring_metrics("reference", 2.0, 0.5, response_tokens=80, total_tokens=150)
-    figures = figures or SourceFigures(queued_groups=3, ready_groups=64, dropped_prompts=2, sync=sync, scoring=work)
+    times = times or phase_times()
+    queues = {"queues/train_replay_buffer_size": 64.0, "queues/rollout_queue_size": 3.0, "rollout/dropped_prompts": 2.0}
+    figures = figures or SourceFigures(queues | work | sync.metrics(times.step_s))
     found: dict[str, float] = {}
     run: Any = SimpleNamespace(
         config=RunConfig.model_validate(
@@ -92,7 +94,7 @@ def logged(
     )
     recorder = StepRecorder(run)
     recorder._memory = {"peak_rss (GiB)": 1.5, "peak_gpu (GiB)": 3.5}
-    recorder.record(4, TrainedStep(rows, updates, {}, tokens, busy_s), times or phase_times())
+    recorder.record(4, TrainedStep(rows, updates, {}, tokens, busy_s), times)
     return found
 
 
@@ -114,7 +116,7 @@ def test_a_sources_kl_is_the_mean_of_the_updates_with_its_tokens() -> None:
 def test_metrics_of_a_supervised_step() -> None:
     rows = [row("1-0", 3, (), source="a"), row("2-0", 5, (), source="b")]
     metrics = logged(
-        rows, [grpo_stats(loss=2.0)], PackTokens(40, 0), figures=SourceFigures(), algorithm={"loss": "sft"}
+        rows, [grpo_stats(loss=2.0)], PackTokens(40, 0), figures=Source().figures(0), algorithm={"loss": "sft"}
     )
     sources = {f"sources/{name}/share": 0.5 for name in "ab"}
     sources |= {"sources/a/response_length_mean": 3.0, "sources/b/response_length_mean": 5.0}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,13 @@ from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Sc
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout import group_table
 from slime_like.orchestration.rollout import groups as module
+from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.group_table import GENERATE, READY, REWARDED
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.run.sources import SampledGroups
+from slime_like.orchestration.weight_sync import SyncReport
 from slime_like.system.loop_thread import LoopThread
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
@@ -337,6 +341,19 @@ def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     assert (sizes(groups), groups.table.sampled()) == ((2 * PROMPTS, 0), 0)
     engines.answer(1, 0)
     assert (sizes(groups), groups.table.sampled()) == ((2 * PROMPTS - 2, 2), 2)
+    source = SampledGroups(groups, DeviceSwitch(), Mock(), None)
+    source._report = SyncReport(
+        total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=8, changed_fraction=None, transport="gloo", gather_s=0.0,
+        probe_gap=None, note="look",
+    )  # fmt: skip
+    cast(Any, groups.table.prompts.source).dropped_prompts = 3
+    figures = [source.figures(2.0) for _ in range(2)]
+    names = ("queues/rollout_queue_size", "queues/train_replay_buffer_size", "rollout/dropped_prompts")
+    assert [[each.metrics[name] for name in names] for each in figures] == [
+        [2 * PROMPTS - 2, 2, 3],
+        [2 * PROMPTS - 2, 2, 0],
+    ]
+    assert [len(each.notes) for each in figures] == [1, 0] and figures[0].metrics["weights/sync (s)"] == 1
     stream = groups.stream(1, PhaseClock())
     assert len(next(stream)) == 2 * SAMPLES and groups.table.sampled() == 2
     engines.answer(2)  # without spread
