@@ -56,7 +56,7 @@ RUN pip install setuptools wheel packaging pybind11 psutil \
 COPY . /opt/src
 WORKDIR /opt/src
 RUN pip install -c /opt/pins.txt ray==2.60.0 megatron-core==0.19.2 psutil==7.2.2 math-verify==0.9.0 ring-flash-attn==0.1.8 \
-        tensorboard==2.21.0 pyarrow==26.0.1 \
+        fla-core==0.6.0 tensorboard==2.21.0 pyarrow==26.0.1 \
     && pip install --no-build-isolation -c /opt/pins.txt ".[train]" \
     && python -c "import torch; assert torch.__version__.split('+')[0] == '${TORCH}', torch.__version__" \
     && slime-like --version

@@ -5,10 +5,11 @@ all chunks' inner parts at once, and one pass over the chunks' indices carries t
 ranks, every rank computes some heads of whole sequences, between two all-to-all exchanges.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_like.algorithms.context import ContextShard, places
+from slime_like.checks.packages import fla_problem
 from slime_like.errors import TrainerError
 
 CHUNK = 64
@@ -30,7 +32,8 @@ class Boundaries:
     """Sequences of one token axis, as the convolution and the recurrence read them.
 
     Attributes:
-        cu_seqlens: (S+1,) int32.
+        cu_seqlens: (S+1,) int64.
+        chunks: (chunks, 2) int64, the sequence of each chunk, and its index there.
         segment: (T,) int64, each token's sequence.
         place: (T,) int64, each token's row if every chunk has ``CHUNK`` rows. Chunks are ordered by their index in the
             sequence, then by descending number of chunks of the sequence.
@@ -38,6 +41,7 @@ class Boundaries:
     """
 
     cu_seqlens: Tensor
+    chunks: Tensor
     segment: Tensor
     place: Tensor
     alive: tuple[int, ...]
@@ -45,8 +49,8 @@ class Boundaries:
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> Self:
         """Create it from (S+1,) boundaries on the host. Leaves out empty sequences."""
-        cu_seqlens = torch.unique_consecutive(cu_seqlens)
-        lengths = cu_seqlens.diff().long()
+        cu_seqlens = torch.unique_consecutive(cu_seqlens).long()
+        lengths = cu_seqlens.diff()
         segment = torch.arange(len(lengths)).repeat_interleave(lengths)
         offset = torch.arange(len(segment)) - cu_seqlens[segment]
         chunks = (lengths + CHUNK - 1) // CHUNK
@@ -55,24 +59,93 @@ class Boundaries:
         index = offset // CHUNK
         first = (alive.cumsum(0) - alive)[index]
         place = (first + rank[segment]) * CHUNK + offset % CHUNK
-        return cls(cu_seqlens.int(), segment, place, tuple(alive.tolist()))
+        is_first = offset % CHUNK == 0
+        pairs = torch.stack([segment[is_first], index[is_first]], dim=1)
+        return cls(cu_seqlens, pairs, segment, place, tuple(alive.tolist()))
+
+
+class _Fla(NamedTuple):
+    """Functions of fla."""
+
+    rule: Callable[..., Any]
+    conv: Callable[..., Any]
+
+
+@cache
+def _fla_on(device: torch.device) -> _Fla | None:
+    if device.type != "cuda" or fla_problem(torch.cuda.get_device_capability(device)) is not None:
+        return None
+    rule, conv = import_module("fla.ops.gated_delta_rule"), import_module("fla.modules.causal_conv1d")
+    return _Fla(rule.chunk_gated_delta_rule, conv.causal_conv1d)
+
+
+def _fla_for(x: Tensor) -> _Fla | None:
+    """Return fla's functions if they compute tensors like ``x``."""
+    return None if x.dtype in (torch.float32, torch.float64) else _fla_on(x.device)
 
 
 def causal_conv(x: Tensor, weight: Tensor, boundaries: Boundaries) -> Tensor:
-    """Convolve every channel over the current and the preceding tokens of the same sequence.
+    """Convolve every channel over the current and the preceding tokens of the same sequence, and apply SiLU.
 
     Args:
         x: (T, C).
         weight: (C, width); the last column is for the current token.
 
     Returns:
-        (T, C), before the activation.
+        (T, C) in the type of x. Sums are at least float32.
     """
-    gap = weight.shape[1] - 1
-    rows = torch.arange(len(x), device=x.device) + gap * boundaries.segment
+    if (fla := _fla_for(x)) is not None:
+        places = {"cu_seqlens": boundaries.cu_seqlens, "chunk_indices": boundaries.chunks}
+        out: Tensor = fla.conv(x[None], weight, activation="silu", **places)[0][0]
+        return out
+    return F.silu(_CausalConv.apply(x, weight, boundaries))
+
+
+class _CausalConv(torch.autograd.Function):
+    """A product and a sum of whole rows for each column of the weight. A GPU's kernels for ``conv1d`` with one channel
+    per group read along the tokens, and so would need x transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, boundaries: Boundaries) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.boundaries = boundaries
+        return _shifted_sum(_spaced(x, boundaries, weight.shape[1] - 1, before=True), weight, boundaries).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), (grad,) = ctx.saved_tensors, grads
+        width = weight.shape[1]
+        after = _spaced(grad, ctx.boundaries, width - 1, before=False)
+        of_x = _shifted_sum(after, weight.flip(1), ctx.boundaries).to(x.dtype)
+        spaced, wide = _spaced(x, ctx.boundaries, width - 1, before=True), _wide(grad.dtype)
+        after = after[: len(after) - width + 1].to(wide)
+        of_weight = [(after * spaced[column : column + len(after)]).sum(0) for column in range(width)]
+        return of_x, torch.stack(of_weight, dim=1).to(weight.dtype), None
+
+
+def _rows(boundaries: Boundaries, gap: int) -> Tensor:
+    """Return the row of every token if ``gap`` rows follow each sequence."""
+    return torch.arange(len(boundaries.segment), device=boundaries.segment.device) + gap * boundaries.segment
+
+
+def _spaced(x: Tensor, boundaries: Boundaries, gap: int, *, before: bool) -> Tensor:
+    """Put ``gap`` rows of zeros before, or else after, every sequence."""
     spaced = x.new_zeros(len(x) + gap * (len(boundaries.cu_seqlens) - 1), x.shape[1])
-    spaced = spaced.index_copy(0, rows + gap, x)  # zeros before every sequence
-    return F.conv1d(spaced.t()[None], weight[:, None], groups=len(weight))[0].t().index_select(0, rows)
+    return spaced.index_copy_(0, _rows(boundaries, gap) + gap * before, x)
+
+
+def _shifted_sum(spaced: Tensor, weight: Tensor, boundaries: Boundaries) -> Tensor:
+    """Add ``width`` rows from each token's place on, each times its column of the (C, width) weight."""
+    width = weight.shape[1]
+    count, columns = len(spaced) - width + 1, weight.to(_wide(spaced.dtype)).t().contiguous()
+    total = spaced[:count] * columns[0]
+    for number in range(1, width):
+        total.addcmul_(spaced[number : number + count], columns[number])
+    return total.index_select(0, _rows(boundaries, width - 1))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Boundaries) -> Tensor:
@@ -86,26 +159,21 @@ def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bo
         g, beta: (T, H) logarithms of decays, and step sizes.
 
     Returns:
-        (T, H, V) in the type of q; differentiable. On CUDA in 16 bits, fla's kernels compute it if fla is installed.
+        (T, H, V) in the type of q; differentiable. On CUDA in 16 bits, fla's kernels compute it if they can.
     """
-    if q.is_cuda and q.dtype != torch.float32 and find_spec("fla") is not None:
-        return _with_fla(q, k, v, g, beta, boundaries)
-    dtype, wide, heads = v.dtype, torch.promote_types(q.dtype, torch.float32), v.shape[1]
+    if (fla := _fla_for(q)) is not None:
+        inputs = (x[None] for x in (q, k, v, g, beta))
+        places = {"cu_seqlens": boundaries.cu_seqlens, "chunk_indices": boundaries.chunks}
+        out: Tensor = fla.rule(*inputs, use_qk_l2norm_in_kernel=True, **places)[0][0]
+        return out
+    dtype, wide, heads = v.dtype, _wide(q.dtype), v.shape[1]
     q, k = (_unit(x.to(wide)).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     whole = torch.cat([q * q.shape[2] ** -0.5, k, v.to(wide), g[..., None].to(wide), beta[..., None].to(wide)], dim=2)
     rows = whole.new_zeros(sum(boundaries.alive) * CHUNK, *whole.shape[1:]).index_copy(0, boundaries.place, whole)
     rows = rows.unflatten(0, (-1, CHUNK)).transpose(1, 2)  # (chunks, H, CHUNK, ...)
     q, k, v, g, beta = rows.split([q.shape[2], k.shape[2], v.shape[2], 1, 1], dim=3)
-    out = _chunked(q, k, v, g, beta, boundaries.alive)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, boundaries.place).to(dtype)
-
-
-def _with_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Boundaries) -> Tensor:
-    rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    inputs, bounds = (x[None] for x in (q, k, v, g, beta)), boundaries.cu_seqlens.long()
-    out: Tensor = rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
-    return out
+    rows = _chunked(q, k, v, g, beta, boundaries.alive)
+    return rows.transpose(1, 2).flatten(0, 1).index_select(0, boundaries.place).to(dtype)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -205,9 +273,9 @@ class Recurrence:
             widths = [mixed.shape[2], a.shape[2], b.shape[2]]
             mixed, a, b = self._whole(torch.cat([mixed, a, b], dim=2)).split(widths, dim=2)
             conv, a_log, dt_bias = (x.chunk(self.group.size())[self.group.rank()] for x in (conv, a_log, dt_bias))
-        convolved = F.silu(causal_conv(mixed.flatten(1), conv.flatten(0, 1), self.boundaries)).view(mixed.shape)
+        convolved = causal_conv(mixed.flatten(1), conv.flatten(0, 1), self.boundaries).view(mixed.shape)
         q, k, v = convolved.split([key_size, key_size, mixed.shape[2] - 2 * key_size], dim=2)
-        wide = torch.promote_types(a.dtype, torch.float32)
+        wide = _wide(a.dtype)
         g = -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias)
         v = v.unflatten(2, (a.shape[2], -1)).flatten(1, 2)
         return self._local(gated_delta_net(q, k, v, g.flatten(1), b.sigmoid().flatten(1), self.boundaries))

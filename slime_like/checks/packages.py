@@ -6,9 +6,12 @@ Packages are looked up, not imported. Nothing imported here initializes devices.
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+
+from packaging.version import Version
 
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
@@ -61,6 +64,22 @@ def missing_flash_attention(trainer: TrainerConfig, on_cuda: bool) -> Iterator[s
         others = "allgather" if trainer.backend == FSDP else "ring or allgather"
         remedy = f"pip install flash-attn, or use trainer.attention={others}"
         yield f"trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA; {remedy}"
+
+
+def fla_problem(capability: tuple[int, int]) -> str | None:
+    """Return why fla's kernels cannot compute linear attention on a GPU of this compute capability, with a remedy, or
+    ``None``.
+
+    Triton 3.4 to 3.7.0 compiles the backward pass wrongly for Hopper (fla's issue 640), so fla refuses it there.
+    """
+    if find_spec("fla") is None:
+        return "fla is not installed; pip install fla-core"
+    is_wrong = Version("3.4") <= Version(version("triton")) < Version("3.7.1")
+    if capability[0] == 9 and is_wrong and find_spec("tilelang") is None:
+        return (
+            f"Triton {version('triton')} compiles fla wrongly for this GPU; install Triton 3.7.1 or newer, or tilelang"
+        )
+    return None
 
 
 def missing_compiler(on_cuda: bool) -> Iterator[str]:

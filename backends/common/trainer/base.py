@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from backends.common.step.packs import MicroBatch
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduce_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import StepOptimizer, TrainerState
-from slime_like.checks.packages import cpu_only_settings
+from slime_like.checks.packages import cpu_only_settings, fla_problem
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.errors import ConfigError, TrainerError
@@ -166,6 +167,9 @@ class TrainerBase(TrainerBackend):
             use_expandable_segments(mapped, os.environ)
         prepare_processor(self.config.trainer, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path, self._role.head == "value")
+        recurs = self.dimensions.attention.linear is not None
+        if recurs and on_cuda and (problem := fla_problem(torch.cuda.get_device_capability())):
+            warnings.warn(f"linear attention uses torch's operators, which are slower: {problem}", stacklevel=2)
         self._build()
 
     def _load_start(self, checkpoint: Path | None = None) -> None:

@@ -12,7 +12,7 @@ from slime_like.checks import engines, packages
 from slime_like.checks.check import CHECKS, check
 from slime_like.checks.definition import RANKS
 from slime_like.checks.names import reward_problems
-from slime_like.checks.packages import logging_problems, missing_compiler
+from slime_like.checks.packages import fla_problem, logging_problems, missing_compiler
 from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.interfaces import engine_limits
@@ -137,3 +137,25 @@ def test_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tracker:
     (problem,) = logging_problems(config)
     assert problem.startswith(f"logging.{tracker}=true needs its package")
     assert not list(logging_problems(config.model_copy(update={"logging": LoggingConfig(tensorboard=False)})))
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "others", "expected"),
+    [
+        ("3.3.1", (9, 0), (), True),
+        ("3.4.0", (9, 0), (), False),
+        ("3.7.0", (9, 0), (), False),
+        ("3.7.0", (9, 0), ("tilelang",), True),
+        ("3.7.0", (8, 0), (), True),
+        ("3.7.1", (9, 0), (), True),
+    ],
+)
+def test_fla_is_used_where_its_kernels_are_right(
+    triton: str, capability: tuple[int, int], others: tuple[str, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = ["fla", *others]
+    monkeypatch.setattr(packages, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(packages, "version", lambda name: triton)
+    assert (fla_problem(capability) is None) == expected
+    installed.remove("fla")
+    assert "pip install fla-core" in str(fla_problem(capability))
