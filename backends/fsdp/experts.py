@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens, choices
-from backends.common.step.grouped_product import grouped_linear
+from backends.common.step.grouped_product import add_biases, grouped_linear
 from backends.common.trainer.state import ADDED
 
 NAME = "slime_like_grouped"
@@ -42,7 +42,7 @@ def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor, chosen: Tensor)
     out = grouped_linear(rows, ends, weights.mT if experts.is_transposed else weights)
     if name in experts._modules.get(ADDED, ()):
         out = out + experts.added[name](rows, ends)
-    return out + getattr(experts, f"{name}_bias").index_select(0, chosen) if experts.has_bias else out
+    return add_biases(out, ends, chosen, getattr(experts, f"{name}_bias")) if experts.has_bias else out
 
 
 def follow_routes(layer: torch.nn.Module, index: int, current: Callable[[], RoutedTokens | None]) -> bool:

@@ -1,5 +1,6 @@
 """Packed core attention, which Megatron's attention layer calls between its projections, and how it is chosen."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,6 +18,7 @@ from slime_like.algorithms.context import Layout
 from slime_like.checks.packages import (
     attention_problems,
     has_transformer_engine,
+    kernel_choice_problems,
     missing_compiler,
     missing_flash_attention,
 )
@@ -70,7 +72,12 @@ def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) 
         )
     if trainer.attention == "transformer_engine" and model.lora.is_set:
         problems.append("trainer.attention=transformer_engine does not support model.lora; use auto")
-    return [*problems, *missing_flash_attention(trainer, on_cuda), *missing_compiler(on_cuda)]
+    return [
+        *problems,
+        *kernel_choice_problems(os.environ),
+        *missing_flash_attention(trainer, on_cuda),
+        *missing_compiler(on_cuda),
+    ]
 
 
 @dataclass

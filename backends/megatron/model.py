@@ -297,8 +297,8 @@ def local_layer_spec(
 def transformer_engine_layer_spec(
     config: TransformerConfig, num_experts: int | None, attention: Attention
 ) -> ModuleSpec:
-    """Return one transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, grouped
-    products of experts, and its attention unless ``attention`` is another.
+    """Return one transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, and its
+    attention unless ``attention`` is another. Grouped products of experts are ours: the host would wait for its own.
 
     Not for layers that ``Attention.special`` names. Raises ImportError, with the package's name, if Transformer Engine
     is not installed.
@@ -307,10 +307,10 @@ def transformer_engine_layer_spec(
     from backends.megatron.transformer_engine import RotatedDotProductAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
     )
     core_attention = RotatedDotProductAttention if attention == "transformer_engine" else PackedCoreAttention
     spec.submodules.self_attention.submodules.core_attention = core_attention
     if num_experts is not None:
-        load_option("megatron-experts")(spec, None, False)
+        load_option("megatron-experts")(spec, None, config.moe_grouped_gemm)
     return spec

@@ -66,6 +66,15 @@ def missing_flash_attention(trainer: TrainerConfig, on_cuda: bool) -> Iterator[s
         yield f"trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA; {remedy}"
 
 
+def kernel_choice_problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield variables by which Transformer Engine's kernels are chosen. Megatron sets all of them to 1 for every model,
+    and fails if one has another value."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        if environment.get(name, "1") != "1":
+            remedy = "unset it; trainer.attention=ring or allgather uses torch's kernels instead"
+            yield f"{name}={environment[name]}: Megatron needs it to be 1 or unset; {remedy}"
+
+
 def fla_problem(capability: tuple[int, int]) -> str | None:
     """Return why fla's kernels cannot compute linear attention on a GPU of this compute capability, with a remedy, or
     ``None``.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from megatron.core import optimizer
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -23,7 +22,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from backends.megatron.experts import ColumnGroupedLinear, RowGroupedLinear
 from tests.parallel.dense import dense_attention
 
 
@@ -86,38 +84,6 @@ class LayerNormColumnParallelLinear(_ExtraState, Column):
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return super().forward(_normed(x, self.layer_norm_weight, self.eps))
-
-
-class _GroupedLinear(_AddsToSums):
-    """Computes the experts one after another, by row counts on the host; each has a weight and an extra state."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.register_load_state_dict_pre_hook(_no_states)
-
-    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        assert isinstance(m_splits, list)
-        parts = zip(x.split(m_splits), self.parameters(), strict=True)
-        return torch.cat([part @ weight.T for part, weight in parts]), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        states = [f"{prefix}_extra_state{number or ''}" for number, _ in enumerate(self.parameters())]
-        sharded = {key: ShardedObject(key, None, (1,), (0,)) for key in states}
-        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | sharded  # type: ignore[misc]
-
-    get_extra_state, set_extra_state = _ExtraState.get_extra_state, _ExtraState.set_extra_state
-
-
-def _no_states(module: Any, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    assert not [key for key in state if key.startswith(f"{prefix}_extra_state")]
-
-
-class ColumnParallelGroupedLinear(_GroupedLinear, ColumnGroupedLinear):
-    """Has the parameters of our own grouped layer."""
-
-
-class RowParallelGroupedLinear(_GroupedLinear, RowGroupedLinear):
-    """Has the parameters of our own grouped layer."""
 
 
 class DotProductAttention(_ExtraState, torch.nn.Module):
@@ -184,8 +150,6 @@ def install() -> None:
     extension.TEDotProductAttention = provider.TEDotProductAttention = DotProductAttention
     extension.TENorm = provider.TENorm = Norm
     provider.TELayerNormColumnParallelLinear = LayerNormColumnParallelLinear
-    provider.TEColumnParallelGroupedLinear = ColumnParallelGroupedLinear
-    provider.TERowParallelGroupedLinear = RowParallelGroupedLinear
     provider.TEColumnParallelLinear, provider.TERowParallelLinear = Column, Row
     provider.is_te_min_version = lambda *version: True
     gpt_layer_specs.TESpecProvider = provider.TESpecProvider

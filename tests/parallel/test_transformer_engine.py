@@ -49,7 +49,8 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
     class Exporting(MegatronTrainer):
         def shutdown(self) -> None:
             linear = [m for m in self.chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")]
-            assert len(linear) == 4 * self.dimensions.num_layers
+            # Experts' products are not its own.
+            assert len(linear) == (2 if self.dimensions.num_experts else 4) * self.dimensions.num_layers
             assert all(module.fuse_wgrad_accumulation for module in linear)
             exported.update(exported_from(self))
             super().shutdown()
@@ -229,6 +230,11 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
     missing = problems("transformer_engine", True)
     assert "needs the package transformer_engine" in missing and "attention=auto" in missing
     assert "needs a CUDA device" in problems("transformer_engine", False, "transformer_engine")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # as Megatron sets it
+    assert problems("auto", True) == ""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert "NVTE_FLASH_ATTN=0" in problems("auto", True)
+    monkeypatch.delenv("NVTE_FLASH_ATTN")
     assert "pip install ring-flash-attn==0.1.8" in problems("ring_flash_attn", False)
     assert problems("ring_flash_attn", False, "ring_flash_attn") == ""
     assert "needs flash-attn 2 on CUDA" in problems("ring_flash_attn", True, "ring_flash_attn")

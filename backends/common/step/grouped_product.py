@@ -49,6 +49,30 @@ class _GroupedLinear(torch.autograd.Function):
         return of_x, None, None, *([of_weights] if ctx.joined is _only else of_weights.unbind())
 
 
+def add_biases(x: Tensor, ends: Tensor, experts: Tensor, biases: Tensor) -> Tensor:
+    """Add each row's bias to (T, N) rows in the order of ``experts`` (T,), given (E, N) biases.
+
+    A grouped product with ones sums the gradient in float32 and in a fixed order. The backward pass of ``index_select``
+    would add 16-bit numbers atomically.
+    """
+    return _AddBiases.apply(x, ends, experts, biases)
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, experts: Tensor, biases: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return x + biases.index_select(0, experts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,), grad = ctx.saved_tensors, grads[0].contiguous()
+        if not ctx.needs_input_grad[3]:
+            return grad, None, None, None
+        ones = grad.new_ones(len(grad), ALIGNMENT // grad.element_size())
+        return grad, None, None, _weight_gradients(grad, ones, ends)[..., 0]
+
+
 def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if len(rows) == 0:  # no strides of an empty tensor suit every kernel
         return rows.new_zeros(0, weights.shape[-1])

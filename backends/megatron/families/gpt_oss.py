@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from backends.common.step.grouped_product import grouped_linear
+from backends.common.step.grouped_product import add_biases, grouped_linear
 from backends.megatron.families import MegatronFamily
 from backends.megatron.parallel import new_parameter
 from slime_like.models.dimensions import ModelDimensions
@@ -33,7 +33,7 @@ class StackedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """Map (T, input size) rows in the order of experts, given the ends of their groups and each row's expert."""
-        return grouped_linear(x, ends, self.weight.mT) + self.bias.index_select(0, experts)
+        return add_biases(grouped_linear(x, ends, self.weight.mT), ends, experts, self.bias)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Describe the rank's experts as a part of the tensor on disk that holds all of them."""

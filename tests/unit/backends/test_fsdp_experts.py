@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 
 from backends.common.process.rendezvous import fake_world
 from backends.common.step import grouped_product
-from backends.common.step.grouped_product import grouped_linear
+from backends.common.step.grouped_product import add_biases, grouped_linear
 from backends.common.step.routes import Replay, require_routes, rows_of_tokens
 from backends.common.step.trace import Trace
 from backends.fsdp import experts
@@ -135,6 +135,21 @@ def test_every_experts_product(
     for mine, exact in zip(found, _dense(x, ends, weights, grad.to(dtype)), strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), exact, rtol=BOUND[dtype], atol=BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_gradients_of_biases_round_only_their_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, 256 + 1 is 256."""
+    monkeypatch.setattr(grouped_product.F, "grouped_mm", _poisoned(torch.nn.functional.grouped_mm))
+    rows = [257, 0, 3, 0]
+    experts = torch.arange(4).repeat_interleave(torch.tensor(rows))
+    x, biases = (torch.ones(count, N, dtype=dtype).requires_grad_() for count in (sum(rows), len(rows)))
+    grad = torch.ones(sum(rows), N, dtype=dtype)
+    grad[0] = 256
+    out = add_biases(x, torch.tensor(rows).cumsum(0, dtype=torch.int32), experts, biases)
+    of_x, of_biases = torch.autograd.grad(out, [x, biases], grad)
+    assert torch.equal(out, torch.full_like(out, 2)) and torch.equal(of_x, grad)
+    assert torch.equal(of_biases, torch.tensor([512.0, 0, 3, 0], dtype=dtype)[:, None].expand(4, N))
 
 
 def test_weights_are_kept_for_the_backward_pass_without_a_copy() -> None:
