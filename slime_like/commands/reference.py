@@ -1,4 +1,4 @@
-"""Every field and every built-in name as Markdown: ``train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
+"""Every field and every built-in name: ``train --help``, ``docs/configuration.md`` and ``docs/rewards.md``.
 
 ``python -m slime_like.commands.reference`` writes everything after the introductions of the two pages.
 """
@@ -14,7 +14,7 @@ from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
 from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
-from slime_like.weights.transports import names
+from slime_like.weights.transports.names import TRANSPORTS
 
 _REWARDS = "reward.functions"
 _NAMES = """\
@@ -22,22 +22,39 @@ _NAMES = """\
 
 These names are built in. [Rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
-_TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
+_PLACES: Mapping[str, Mapping[str, str]] = {
+    _REWARDS: REWARDS,
+    "algorithm.loss": LOSSES,
+    "algorithm.advantage": ADVANTAGES,
+    "algorithm.reduction": REDUCTIONS,
+    "rollout.environment.name": ENVIRONMENTS,
+    "sync.transport": {name: f"slime_like.weights.transports.{module}" for name, (module, _) in TRANSPORTS.items()},
+}
+"""Import paths of the built-in parts, by the setting that accepts their names."""
+_GIVEN = {
+    ENVIRONMENT: "The rewards that `rollout.environment` returned, summed over a conversation.",
+    AGENT: "The reward that `rollout.agent` returned.",
+}
 
 
 def fields_help() -> str:
-    """Return the fields as flags, and the names that they accept."""
-    return f"{reference_text('--')}\n{_names(_REWARDS)}"
+    """Return the fields as flags, and the names that they accept. Imports none of the named parts."""
+    fields = [_section(name, leaves, "--") for name, leaves in sections().items() if leaves]
+    names = [
+        _item(setting, f"{', '.join([*places, *(_GIVEN if places is REWARDS else ())])}.")
+        for setting, places in _PLACES.items()
+    ]
+    return "\n".join([*fields, _NAMES, *names])
 
 
-def reference_text(prefix: str = "") -> str:
-    """Return the fields, section by section, and the names that they accept. ``prefix`` precedes each field."""
-    fields = [_section(name, leaves, prefix) for name, leaves in sections().items() if leaves]
-    names = {setting: _names if prefix or "algorithm" not in setting else _explained for setting in named_parts()}
-    return "\n".join([*fields, _NAMES, *(listed(setting) for setting, listed in names.items() if setting != _REWARDS)])
+def reference_text() -> str:
+    """Return the fields, section by section, and the names that they accept."""
+    fields = [_section(name, leaves) for name, leaves in sections().items() if leaves]
+    names = [_explained(one) if "algorithm" in one else _names(one) for one in _PLACES if one != _REWARDS]
+    return "\n".join([*fields, _NAMES, *names])
 
 
-def _section(name: str, leaves: Sequence[Field], prefix: str) -> str:
+def _section(name: str, leaves: Sequence[Field], prefix: str = "") -> str:
     """Return a section. The page lists fields of other models' ranks only if the trainer's fields differ."""
     home = f"trainer.{name.rpartition('.')[2]}"
     known = {_meaning(one) for one in sections().get(home, ()) if home != name and not prefix}
@@ -107,23 +124,9 @@ def page_text(path: Path) -> str:
 
 
 def named_parts() -> dict[str, tuple[PartDocs, ...]]:
-    """Return the built-in parts by the setting that accepts their names."""
-    places: dict[str, Mapping[str, str]] = {
-        "reward.functions": REWARDS,
-        "algorithm.loss": LOSSES,
-        "algorithm.advantage": ADVANTAGES,
-        "algorithm.reduction": REDUCTIONS,
-        "rollout.environment.name": ENVIRONMENTS,
-        "sync.transport": _TRANSPORTS,
-    }
-    found = {
-        setting: tuple(read_part(name, place) for name, place in named.items()) for setting, named in places.items()
-    }
-    found["reward.functions"] += (
-        PartDocs(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),
-        PartDocs(AGENT, "The reward that `rollout.agent` returned.", "", ()),
-    )
-    return found
+    """Return the built-in parts by the setting that accepts their names. Imports all of them."""
+    found = {setting: tuple(map(read_part, places, places.values())) for setting, places in _PLACES.items()}
+    return found | {_REWARDS: found[_REWARDS] + tuple(map(PartDocs, _GIVEN, _GIVEN.values()))}
 
 
 def main() -> int:

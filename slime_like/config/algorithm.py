@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from slime_like.config.base import Part, Section, absolute_code
-from slime_like.plugins.objective import ALIASES, DEMONSTRATION_LOSSES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
+from slime_like.plugins.objective import DEMONSTRATION_LOSSES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
 
 _OF_SAMPLES = ("advantage", "whiten", "importance", "rejection", "off_policy_mask", "overlong", "old_logprobs")
 """Settings that training on demonstrations does not read."""
@@ -126,12 +126,6 @@ class AlgorithmConfig(Section):
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
     """score: compute old logprobs in an extra pass. auto: only if the update's pass cannot provide them."""
-
-    @field_validator("loss", "advantage")
-    @classmethod
-    def _own_name(cls, part: Part, info: ValidationInfo) -> Part:
-        name = ALIASES[info.field_name or ""].get(part.name, part.name)
-        return Part(name=name, **part.options)
 
     @property
     def supervised(self) -> bool:

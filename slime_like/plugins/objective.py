@@ -71,16 +71,3 @@ REDUCTIONS: Mapping[str, str] = {
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 CORRECTIONS = ("none", "truncate", "clip", "mask", "tis", "mis", "icepop")
-
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip", "reinforce": "policy_gradient", "geo_mean": "gmpo"},
-    "advantage": {
-        "reinforce_plus_plus": "reinforce_pp",
-        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-        "rloo_vectorized": "rloo",
-        "grpo_vectorized": "grpo",
-        "grpo_passk": "pass_at_k",
-        "tir_optimal_token_baseline": "optimal_token_baseline",
-    },
-}
-"""Names of other trainers (verl, TRL, slime) for the same formulas, by field of ``algorithm``."""

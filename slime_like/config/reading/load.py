@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.filling import AUTO, FILLING, fill
-from slime_like.config.reading.fields import all_fields, sections, value_text
+from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -54,16 +54,14 @@ def load_config(
         ConfigError: with every problem found, each naming field, value and remedy.
     """
     problems: list[Problem] = []
-    parts = [OmegaConf.create({"model": {}} | ({} if run_dir is None else {"run_dir": str(run_dir)}))]
-    if path is not None:
-        parts.append(_read(path))
+    merged: dict[str, Any] = {"model": {}} | ({} if run_dir is None else {"run_dir": str(run_dir)})
+    problems += _merge(merged, {} if path is None else _read(path))
     for name, values in _settings(overrides, problems):
         try:
-            parts.append(_setting(name, values))
+            problems += _merge(merged, _setting(name, values))
         except ValueError as error:
             problems.append(Problem("flag-value", f"--{name}: {error}", name))
-    problems += _take_clashes(parts)
-    data, undecided = _merged(_spelled_out(parts), path)
+    data, undecided = _resolved(merged, path)
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
@@ -114,7 +112,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: ``file-unreadable``, ``yaml-syntax``, or ``file-content`` if it holds something else.
     """
-    return _merged([_read(path)], path)[0]
+    return _resolved(_read(path), path)[0]
 
 
 def is_assignment(argument: str) -> bool:
@@ -123,19 +121,19 @@ def is_assignment(argument: str) -> bool:
     return found is not None and found[1] in RunConfig.model_fields
 
 
-def _read(path: Path) -> DictConfig:
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = _usable(path.read_text(encoding="utf-8"))
         # OmegaConf asserts that a text is no number.
         is_one_value = isinstance(yaml.compose(text, yaml.CSafeLoader), yaml.ScalarNode)
-        read = OmegaConf.create("" if is_one_value else text)
+        read: Any = OmegaConf.to_container(OmegaConf.create("" if is_one_value else text))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "give the path of a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not usable YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
-    if not isinstance(read, DictConfig) or not read:
+    if not isinstance(read, dict) or not read:
         raise ConfigError(f"{path}: has no settings; give `key: value` lines", code="file-content")
     return read
 
@@ -162,59 +160,36 @@ def _usable(text: str) -> str:
     return text
 
 
-def _take_clashes(parts: Sequence[DictConfig]) -> Iterator[Problem]:
-    """Remove what cannot be merged, a list for a mapping or a mapping for a list, and yield a problem for each."""
-    empty = OmegaConf.create({})
-    for name in sections():
-        if name:
-            OmegaConf.update(empty, name, {})
-    lower: list[Any] = [OmegaConf.to_container(empty)]
-    for part in parts:
-        plain: Any = OmegaConf.to_container(part)
-        for name in sorted({name for low in lower for name in _clashes(low, plain)}):
-            owner, _, key = name.rpartition(".")
-            holder: Any = OmegaConf.select(part, owner) if owner else part
-            kind = "a list" if isinstance(holder[key], DictConfig) else "a section; write its fields below it"
-            yield Problem("field-type", f"{name}={holder[key]} must be {kind}", name)
-            del holder[key]
-        lower.append(OmegaConf.to_container(part))
+def _merge(low: dict[str, Any], high: dict[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Merge a layer into the lower ones. Mappings merge, and other values replace; `???` replaces nothing.
 
-
-def _clashes(low: Any, high: Any, name: str = "") -> Iterator[str]:
-    """Yield the names of lists in one and mappings in the other."""
-    if isinstance(low, dict) and isinstance(high, dict):
-        for key in low.keys() & high.keys():
-            yield from _clashes(low[key], high[key], f"{name}.{key}" if name else str(key))
-    elif isinstance(low, dict | list) and isinstance(high, dict | list) and type(low) is not type(high):
-        yield name
-
-
-def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:
-    """Return the layers with ``{name: ...}`` for the name of a part, so options of later layers are merged into it.
-
-    A name alone removes the options of earlier layers. Options alone belong to the name before them, or the default.
+    A part's name removes options of lower layers. Options alone belong to the name before them, or the default.
+    Yields a problem for a list instead of a mapping, or a mapping instead of a list, and leaves it out.
     """
-    names = [field.name for field in all_fields().values() if field.kind == "part"]
-    layers = [OmegaConf.create({}), *parts]
-    for name in names:
-        OmegaConf.update(layers[0], name, value_text(all_fields()[name].default))
-        given = [OmegaConf.select(layer, name) for layer in layers]
-        last = max(at for at, value in enumerate(given) if value is not None and not isinstance(value, DictConfig))
-        for at in range(last):
-            if given[at] is not None:
-                OmegaConf.update(layers[at], name, None)
-        if isinstance(given[last], str):
-            OmegaConf.update(layers[last], name, {"name": given[last]}, merge=False)
-    return layers
+    for key, value in high.items():
+        name, field = f"{prefix}{key}", all_fields().get(f"{prefix}{key}")
+        below = low.get(key, {} if name in sections() else None)
+        if field is not None and field.kind == "part" and not isinstance(below, dict):
+            below = {"name": field.default.name if below is None else below}
+            if isinstance(value, str):
+                below = value
+        if {dict, list} == {type(below), type(value)}:
+            kind = "a list" if isinstance(value, dict) else "a section; write its fields below it"
+            yield Problem("field-type", f"{name}={value} must be {kind}", name)
+        elif isinstance(value, dict):
+            low[key] = below if isinstance(below, dict) else {}
+            yield from _merge(low[key], value, f"{name}.")
+        elif value != "???" or key not in low:
+            low[key] = value
 
 
-def _merged(parts: Sequence[DictConfig], path: Path | None) -> tuple[dict[str, Any], list[str]]:
-    """Return plain values, interpolations resolved, and the names of the fields that are still ``???``."""
+def _resolved(merged: dict[str, Any], path: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the values with interpolations resolved, and the names of the fields that are still ``???``."""
     try:
-        merged = OmegaConf.unsafe_merge(*parts)  # the parts are not used again
-        plain: Any = OmegaConf.to_container(merged, resolve=True)
-        return plain, sorted(OmegaConf.missing_keys(merged))
-    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list instead of a mapping
+        read = OmegaConf.create(merged)
+        plain: Any = OmegaConf.to_container(read, resolve=True)
+        return plain, sorted(OmegaConf.missing_keys(read))
+    except (OmegaConfBaseException, TypeError) as error:
         where = "" if path is None else f"{path}: "
         raise ConfigError(f"{where}{_reason(error)}; correct the interpolation", code="yaml-syntax") from error
 
@@ -242,26 +217,31 @@ def _with_underscores(name: str) -> str:
     return name
 
 
-def _setting(name: str, values: list[str]) -> DictConfig:
-    """Return the configuration of one flag. Text stays text, so only pydantic converts it; the rest is YAML."""
+def _setting(name: str, values: list[str]) -> dict[str, Any]:
+    """Return one flag as a nested mapping. Text stays text, so only pydantic converts it; the rest is YAML."""
     field = all_fields().get(name)
+    value: Any = values
     if not values:
         raise ValueError(f"the value is missing; give one of type {field.type_text}" if field else "has no value")
     if field is not None and field.kind == "many" and not (len(values) == 1 and values[0][:1] == "["):
-        one = OmegaConf.create({})
-        OmegaConf.update(one, name, [] if [value.lower() for value in values] == ["none"] else values)
-        return one
-    if len(values) > 1:
+        value = [] if [value.lower() for value in values] == ["none"] else values
+    elif len(values) > 1:
         given = " ".join(values)
         raise ValueError(f"takes one value, got {len(values)} ({given}); quote it, and put the file before all flags")
-    if field is not None and field.kind == "text":
-        one = OmegaConf.create({})
-        OmegaConf.update(one, name, values[0])
-        return one
-    try:
-        return OmegaConf.from_dotlist([f"{name}={_usable(values[0])}"])
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(f"{values[0]!r} is not usable YAML ({_reason(error)}); correct it") from error
+    elif field is not None and field.kind == "text":
+        (value,) = values
+    else:
+        try:
+            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={_usable(values[0])}"]))["value"]  # type: ignore[index,call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+            raise ValueError(f"{values[0]!r} is not usable YAML ({_reason(error)}); correct it") from error
+    keys = name.replace("[", ".").replace("]", "").split(".")
+    if len(keys) > _DEEPEST:
+        raise ValueError(f"more than {_DEEPEST} levels")
+    for key in reversed(keys):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
 
 
 def _escaped(value: Any) -> Any:

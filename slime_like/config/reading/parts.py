@@ -1,18 +1,15 @@
-"""Documentation and options of parts, read from their sources, so reading them imports nothing."""
+"""Documentation and options of parts, read from their docstrings and signatures."""
 
-import ast
+import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from slime_like.config.reading.fields import value_text
 
-_ROOT = Path(__file__).parents[3]
-"""Directory of this distribution's packages."""
 _KINDS: Mapping[str, type | tuple[type, ...]] = {"integer": int, "number": (int, float), "switch": bool, "text": str}
 _TYPES = {"int": "integer", "float": "number", "bool": "switch", "str": "text"}
 
@@ -45,8 +42,8 @@ class PartDocs:
 
     name: str
     summary: str
-    details: str
-    options: tuple[Option, ...]
+    details: str = ""
+    options: tuple[Option, ...] = ()
 
     def option_problems(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Yield a sentence, beginning with the option, for each value in ``given`` that the part does not take."""
@@ -63,70 +60,27 @@ class PartDocs:
 
 
 def read_part(name: str, place: str) -> PartDocs:
-    """Read the part at ``module:attribute``, or the module without an attribute."""
-    module, _, attribute = place.partition(":")
-    node = _found(module, attribute)
-    summary, _, rest = _documentation(node).partition("\n")
+    """Import the part at ``module:attribute``, or the module without an attribute, and read its documentation.
+
+    Its options are the arguments of a class, and the keyword-only arguments of a function.
+    """
+    part = pkgutil.resolve_name(place)
+    part = getattr(part, "compute", part)  # an estimator's function
+    text = (inspect.getdoc(part) or "").replace("``", "`")
+    summary, _, rest = text.partition("\n")
     details = re.split(r"^(?:Args|Attributes|Returns|Raises):$", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return PartDocs(name, summary, details.strip(), tuple(_options(module, node)))
-
-
-@cache
-def _tree(module: str) -> ast.Module:
-    return ast.parse(_ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
-
-
-def _found(module: str, name: str) -> ast.AST:
-    """Return the class or function of this name, followed through one import; the module if there is none."""
-    tree = _tree(module)
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
-            return statement
-        if isinstance(statement, ast.ImportFrom) and name in {alias.asname or alias.name for alias in statement.names}:
-            return _found(statement.module or "", name)
-    return tree
-
-
-def _documentation(node: ast.AST) -> str:
-    """Return the docstring as Markdown."""
-    text = ast.get_docstring(node) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) else None
-    return (text or "").replace("``", "`")
-
-
-def _options(module: str, node: ast.AST) -> Iterator[Option]:
-    """Yield the keyword arguments of a function, the constructor's arguments with a default, or a dataclass's fields,
-    inherited ones first."""
-    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n?|\n)*)", _documentation(node), flags=re.MULTILINE)
-    lines = textwrap.dedent(section[1]) if section else ""
-    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", lines, flags=re.MULTILINE)
-    meanings = {name: " ".join(text.split()) for name, text in entries}
-    for name, annotation, default in _arguments(module, node):
-        written = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
-        shown = None if default is None else value_text(ast.literal_eval(default))
-        yield Option(name, _TYPES.get(written, "mapping"), shown, meanings.get(name, ""))
-
-
-_Argument = tuple[str, ast.expr | None, ast.expr | None]
-
-
-def _arguments(module: str, node: ast.AST) -> list[_Argument]:
-    """List (name, annotation, default)."""
-    if isinstance(node, ast.FunctionDef):
-        named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-        return [(one.arg, one.annotation, default) for one, default in named]
-    if not isinstance(node, ast.ClassDef):
-        return []
-    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    if made is not None:
-        with_default = made.args.args[len(made.args.args) - len(made.args.defaults) :]
-        named = zip(with_default, made.args.defaults, strict=True)
-        return [(one.arg, one.annotation, default) for one, default in named]
-    found: dict[str, _Argument] = {}
-    for base in node.bases:
-        inherited = _found(module, ast.unparse(base))
-        found |= {one[0]: one for one in _arguments(module, inherited)}
-    for field in node.body:
-        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).startswith("ClassVar"):
-            name = ast.unparse(field.target)
-            found[name] = (name, field.annotation, field.value)
-    return list(found.values())
+    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n?|\n)*)", text, flags=re.MULTILINE)
+    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", textwrap.dedent(section[1] if section else ""), re.MULTILINE)
+    meanings = {option: " ".join(meaning.split()) for option, meaning in entries}
+    given = inspect.signature(part).parameters.values() if callable(part) else ()
+    options = (
+        Option(
+            one.name,
+            _TYPES.get(inspect.formatannotation(one.annotation).removesuffix(" | None"), "mapping"),
+            None if one.default is one.empty else value_text(one.default),
+            meanings.get(one.name, ""),
+        )
+        for one in given
+        if inspect.isclass(part) or one.kind is one.KEYWORD_ONLY
+    )
+    return PartDocs(name, summary, details.strip(), tuple(options))

@@ -24,13 +24,6 @@ _WORDS |= dict.fromkeys(("model", "dict"), "mapping") | dict.fromkeys(("list", "
 """Types by the first word of pydantic's type of error."""
 
 
-_ELSEWHERE = {
-    "adv_estimator": "algorithm.advantage", "gamma": "algorithm.advantage.gamma", "lam": "algorithm.advantage.lam",
-    "cliprange_value": "critic.value_clip", "n": "rollout.samples_per_prompt", "total_training_steps": "steps",
-}  # fmt: skip
-"""Our fields by their names in other trainers."""
-
-
 def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
     """Return pydantic's errors as ``field=value: problem; remedy``."""
     problems = []
@@ -50,10 +43,6 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``did you mean X?``, or that the name is to be removed if no known name is near."""
-    if meant := _ELSEWHERE.get(name.rpartition(".")[2]):
-        return f"did you mean {meant}?"
-    name = name.replace("learning_rate", "lr")
-    known = [field for field in known if not name.startswith(f"{field}.")]
     section, _, last = name.rpartition(".")
     if same := [field for field in known if section and field.startswith(section) and field.endswith(f".{last}")]:
         return f"did you mean {same[0]}?"

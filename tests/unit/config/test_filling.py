@@ -146,8 +146,6 @@ LOSSES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("{loss: {name: gspo, clip_low: 0.1}}", "--algorithm.loss cispo", "cispo", {}),
     ("{loss: {clip_low: 0.1}}", "algorithm.loss=cispo algorithm.loss.clip_high=4", "cispo", {"clip_high": 4}),
     ("{loss: {clip_low: 0.1}}", "algorithm.loss.clip_high=4 algorithm.loss=cispo", "cispo", {}),
-    ("{loss: vanilla}", "", "ppo_clip", {}),
-    ("{loss: {name: reinforce}}", "", "policy_gradient", {}),
     (
         "{loss: {name: 'my.losses:Own', rate: 2, nested: {a: [1]}}}",
         "",
@@ -169,7 +167,7 @@ def test_options_are_merged_and_a_name_removes_earlier_ones(
 
 
 def test_parts_have_their_own_options_and_the_papers_bounds(tmp_path: Path) -> None:
-    flags = "--run_dir r --model.path m --algorithm.advantage reinforce_plus_plus --algorithm.advantage.eps 0.5"
+    flags = "--run_dir r --model.path m --algorithm.advantage reinforce_pp --algorithm.advantage.eps 0.5"
     algorithm = load_config(None, [*flags.split(), "--algorithm.reduction", "{name: constant, length: 8}"]).algorithm
     assert (algorithm.advantage.name, algorithm.advantage.options) == ("reinforce_pp", {"eps": 0.5})
     assert (algorithm.reduction.name, algorithm.reduction.options) == ("constant", {"length": 8})
