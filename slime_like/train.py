@@ -14,7 +14,7 @@ Everything else waits. On shared devices (``cluster.placement: colocated``), tra
 import time
 
 from slime_like.config import RunConfig
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
 from slime_like.orchestration.run.recorder import StepRecorder

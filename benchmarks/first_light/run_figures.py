@@ -7,7 +7,7 @@ from statistics import median
 
 from slime_like.observability.metrics import read_metrics
 from slime_like.observability.names import ACCURACY, ROLLOUT_SPEED, STEP_TIME, phase_seconds
-from slime_like.observability.records import PHASES
+from slime_like.observability.timing import PHASES
 
 _TRAINING = "train_actor_training/"
 _LISTED = {

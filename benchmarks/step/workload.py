@@ -10,7 +10,7 @@ from statistics import fmean, median
 
 from benchmarks.report import flags, run_to_its_end, steady_steps
 from slime_like.observability.names import STEP_TIME, phase_seconds
-from slime_like.observability.records import PHASES
+from slime_like.observability.timing import PHASES
 
 NUM_PROMPTS = 32
 SAMPLES_PER_PROMPT = 8

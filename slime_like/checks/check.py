@@ -5,9 +5,8 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 
 from collections.abc import Iterator, Sequence
 
-from slime_like.checks import engines, layout, lengths, model_directories, names, packages, rows, run_files
+from slime_like.checks import engines, layout, model_directories, names, packages, run_files
 from slime_like.checks.definition import Check, Needs, training_needs
-from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.run import RunConfig
@@ -53,8 +52,8 @@ CHECKS: Sequence[Check] = (
     Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
     Check("run_dir", {"files", "run"}, run_files.run_directory_problems),
     Check("debug.save-rollouts", {"files", "training"}, run_files.saved_rollout_problems),
-    Check("data.train", {"files", "training"}, rows.training_file_problems),
-    Check("evaluation.files", {"files", "data"}, rows.held_out_file_problems),
+    Check("data.train", {"files", "training"}, names.training_file_problems),
+    Check("evaluation.files", {"files", "data"}, names.held_out_file_problems),
     Check("logging.packages", {"files", "training"}, packages.logging_problems),
     Check("debug.load-rollouts", {"files", "training"}, run_files.kept_rollout_problems),
     Check("model.weights", {"files", "trainer"}, run_files.start_weight_problems),
@@ -73,12 +72,12 @@ CHECKS: Sequence[Check] = (
     Check("algorithm.demonstrations", {"training"}, _unread_problems),
     Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
     Check("rollout.engine", {"engine"}, engines.name_problems),
-    Check("algorithm.minibatches", {"training"}, lengths.minibatch_problems),
+    Check("algorithm.minibatches", {"training"}, layout.minibatch_problems),
     Check("rollout.engine-args", {"engine"}, engines.argument_problems),
     Check("rollout.temperature", {"engine"}, engines.temperature_problems),
     Check("rollout.adapter", {"model", "engine"}, sized=engines.adapter_problems),
-    Check("cluster.gpus-idle", {"training"}, lengths.idle_gpu_problems),
-    Check("cluster.placement", {"training", "engine"}, lengths.colocation_problems),
+    Check("cluster.gpus-idle", {"training"}, layout.idle_gpu_problems),
+    Check("cluster.placement", {"training", "engine"}, layout.colocation_problems),
     Check("rollout.nodes", {"engine"}, engines.node_problems),
     Check("reward.functions", {"engine"}, names.reward_problems),
     Check("rollout.environment", {"engine"}, names.environment_problems),
@@ -86,11 +85,15 @@ CHECKS: Sequence[Check] = (
     # the model's sizes
     Check("model.adapter", {"files", "model"}, sized=model_directories.factor_problems),
     Check("model.family", {"model", "trainer"}, sized=layout.family_problems),
-    Check("trainer.layout", {"model", "trainer"}, sized=lambda run, size: layout_problems(run.trainer.parallel, size)),
+    Check(
+        "trainer.layout",
+        {"model", "trainer"},
+        sized=layout.trainer_problems,
+    ),
     Check("rollout.tensor", {"model", "engine"}, sized=engines.rank_problems),
-    Check("rollout.stop-tokens", {"model", "data"}, sized=lengths.stop_token_problems),
-    Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
-    Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
+    Check("rollout.stop-tokens", {"model", "data"}, sized=layout.stop_token_problems),
+    Check("rollout.length", {"model", "engine"}, sized=layout.length_problems),
+    Check("trainer.token-budget", {"training", "engine"}, layout.budget_problems),
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),

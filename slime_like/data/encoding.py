@@ -17,7 +17,7 @@ from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, rea
 from slime_like.data.rows import Row
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
 from slime_like.errors import DataError
-from slime_like.interfaces.prompt import PromptInput
+from slime_like.interfaces.samples import PromptInput
 from slime_like.models.tokenization import special_token_pattern, with_template_variables
 from slime_like.models.tower import placeholder_ids
 

@@ -14,7 +14,7 @@ from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
-from slime_like.interfaces.prompt import PromptInput
+from slime_like.interfaces.samples import PromptInput
 
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a file's SHA-256."""

@@ -11,28 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime_like.interfaces.agent import *  # noqa: F403
     from slime_like.interfaces.engine import *  # noqa: F403
-    from slime_like.interfaces.environment import *  # noqa: F403
-    from slime_like.interfaces.prompt import *  # noqa: F403
-    from slime_like.interfaces.reward import *  # noqa: F403
-    from slime_like.interfaces.supports import *  # noqa: F403
+    from slime_like.interfaces.samples import *  # noqa: F403  # noqa: F403
     from slime_like.interfaces.trainer import *  # noqa: F403
+    from slime_like.interfaces.user_code import *  # noqa: F403  # noqa: F403
     from slime_like.interfaces.weights import *  # noqa: F403
 
-_OF_USERS = {
-    **dict.fromkeys(("Agent", "AgentResult", "AgentTask"), "agent"),
-    **dict.fromkeys(("Environment", "Step", "Task"), "environment"),
-    **dict.fromkeys(("RewardResult", "group_reward"), "reward"),
-}
-"""Modules of the names that users' code imports; none needs torch."""
-_MODULES = ("prompt", "supports", "weights", "engine", "trainer")
-"""Modules to search for all other names."""
+_MODULES = ("user_code", "samples", "weights", "engine", "trainer")
+"""Modules to search for a name. Those without torch come first."""
 
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
-        for module in (_OF_USERS[name],) if name in _OF_USERS else _MODULES:
+        for module in _MODULES:
             found = getattr(import_module(f"{__name__}.{module}"), name, None)
             if found is not None:
                 return found

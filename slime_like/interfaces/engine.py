@@ -7,8 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from slime_like.config import RunConfig
-from slime_like.interfaces.prompt import PromptInput
-from slime_like.interfaces.supports import Supports
+from slime_like.interfaces.samples import PromptInput, Supports
 from slime_like.interfaces.weights import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.plugins.resolve import ENGINE_GROUP, load_installed
 from slime_like.system.network import interface_of

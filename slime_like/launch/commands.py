@@ -8,7 +8,6 @@ the wait for nodes.
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from slime_like.errors import FAILED, ConfigError, LaunchError, SlimeLikeError, exit_code
 from slime_like.system.disk import write_private
 from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.system.processes import child_command
 
 DEFAULT_PORT = 6380
 _STOP_S = 10.0
@@ -222,7 +222,7 @@ class _Child:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), *arguments],
+            child_command(arguments),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=dict(environment),

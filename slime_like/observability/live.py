@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from slime_like.observability.names import phases_text
-from slime_like.observability.waiting import Waiting
+from slime_like.observability.timing import Waiting
 
 
 class LiveDisplay:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_like.observability.records import PHASES, PhaseTimes
+from slime_like.observability.timing import PHASES, PhaseTimes
 
 if TYPE_CHECKING:
     from slime_like.statistics import StepStats

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from slime_like.observability.names import ACCURACY, format_metrics, phase_shares, phases_text
-from slime_like.observability.waiting import Waiting
+from slime_like.observability.timing import Waiting
 
 if TYPE_CHECKING:
     from slime_like.observability.live import LiveDisplay

@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.interfaces.agent import Agent, AgentResult, AgentTask
+from slime_like.interfaces.user_code import Agent, AgentResult, AgentTask
 from slime_like.plugins.resolve import code_of, require_options, resolve_callable
 from slime_like.sandbox.serving import Handler, OwnFault, adopt_orphans, die_with_parent, serve, untrusted
 from slime_like.system.processes import end_descendants, process_ids, resident_bytes

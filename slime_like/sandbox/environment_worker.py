@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.interfaces.environment import Environment, Step, Task
+from slime_like.interfaces.user_code import Environment, Step, Task
 from slime_like.plugins.resolve import code_of, require_options, resolve_callable
 from slime_like.sandbox.serving import Handler, serve, untrusted
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig
 from slime_like.errors import AgentFailure, EnvironmentFailure
-from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.interfaces.environment import Step, Task
+from slime_like.interfaces.user_code import AgentResult, AgentTask, Step, Task
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 
 _SUSPICIOUS_ITEMS = 8

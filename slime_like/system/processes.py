@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker, util
@@ -20,6 +21,12 @@ _TRACKER = "multiprocessing.resource_tracker"
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _NEVER, _KEPT_BYTES = -1, 2**30
 _STEP_BYTES = 2**26
+
+
+def child_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of ``slime-like ARGUMENTS`` in a child process that gets SIGTERM when this process ends."""
+    call = "from slime_like.commands.main import run_child; sys.exit(run_child(int(sys.argv[1]), sys.argv[2:]))"
+    return [sys.executable, "-c", f"import sys; {call}", str(os.getpid()), *arguments]
 
 
 def process_ids() -> frozenset[int]:

@@ -4,10 +4,8 @@ A small random model like the real one is trained with a small version of the re
 data, rows, template, rewards and parallel axes.
 """
 
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +30,7 @@ from slime_like.models.weight_files import header_shapes
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.system.processes import child_command
 from slime_like.system.words import pluralize
 from slime_like.weights.adapter import stored_factors
 from slime_like.weights.expected_tensors import expected_factors
@@ -85,8 +84,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
 def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
     """Run ``slime-like train`` until it ends, or kill it when ``stop()`` is true. Return the problem, if any."""
     log, end = directory / name, time.monotonic() + timeout_s
-    command = [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), "train"]
-    command.append(str(directory / "recipe.yaml"))
+    command = child_command(["train", str(directory / "recipe.yaml")])
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
     try:

@@ -14,6 +14,7 @@ import pytest
 from slime_like.commands.main import main
 from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.system.processes import child_command
 from slime_like.verification import rehearsal
 from slime_like.verification.rehearsal import RANKS, small_recipe
 from tests.conftest import Tiny
@@ -88,7 +89,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """Return the recipe. Its runs are forked, which takes a third of the time."""
 
     def fork(command: list[str], stderr: IO[bytes], **_: object) -> ForkedCommand:
-        assert command[1:3] == ["-m", "slime_like.commands.child_main"]
+        assert command[:4] == child_command([])
         return ForkedCommand(worker_server(), command[4:], Path(os.devnull), Path(stderr.name))
 
     monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork}))

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.user_code import RewardResult
 
 
 def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardResult:

@@ -12,7 +12,7 @@ from slime_like.plugins.options import OPTIONS
 from tests.process.conftest import python
 
 # Log readers and progress.
-OBSERVABILITY = tuple(f"observability.{name}" for name in ("records", "names", "metrics", "progress"))
+OBSERVABILITY = tuple(f"observability.{name}" for name in ("timing", "names", "metrics", "progress"))
 LOGS = {"torch", "ray", "tensorboard", "wandb"}
 
 

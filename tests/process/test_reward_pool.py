@@ -65,7 +65,7 @@ def act(prompt, response, answer, *, log=None):
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
 """
 
-IMPORTS = "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
+IMPORTS = "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.user_code import RewardResult\n"
 
 Write = Callable[[str, str], Path]
 Config = Callable[..., RewardConfig]

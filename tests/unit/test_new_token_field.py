@@ -169,7 +169,7 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
     source = data.PromptSource(
         [tmp_path / "rows.jsonl"], _slime_like("examples.tiny_model").byte_tokenizer(), config, 0, True
     )
-    rows = sources.Demonstrations(source, 2).next_batch(1, _slime_like("observability.records").PhaseClock())
+    rows = sources.Demonstrations(source, 2).next_batch(1, _slime_like("observability.timing").PhaseClock())
     expected = [0, 0, 7, 14]
     assert copy.algorithms.pack_sequences(rows).marks.tolist() == expected
 

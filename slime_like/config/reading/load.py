@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.filling import AUTO, FILLING, fill
-from slime_like.config.reading.fields import all_fields, sections
-from slime_like.config.reading.problems import describe
+from slime_like.config.reading.fields import all_fields, describe, sections
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
 

@@ -16,8 +16,8 @@ from slime_like.observability.names import (
     phase_seconds,
     source_means,
 )
-from slime_like.observability.records import PHASES
 from slime_like.observability.report.data import RunData
+from slime_like.observability.timing import PHASES
 
 _COLORS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
 _CUT_AT_MEDIANS = 3.0

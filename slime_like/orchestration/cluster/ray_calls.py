@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from slime_like.errors import LIKELY_KILLER, ConfigError, SlimeLikeError
-from slime_like.observability.waiting import ignore_answers
+from slime_like.observability.timing import ignore_answers
 from slime_like.orchestration.cluster.lean_node import own_node
 from slime_like.system.interrupts import raise_if_interrupted
 

@@ -16,7 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
-from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.interfaces.user_code import AgentResult, AgentTask
 from slime_like.models.tokenization import decode_exactly
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.requests import Generate, all_or_none, routes_per_token, turn_form, turn_request

@@ -11,7 +11,7 @@ import numpy as np
 from slime_like.agents.responses import ResponseForm
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
-from slime_like.interfaces.environment import Step, Task
+from slime_like.interfaces.user_code import Step, Task
 from slime_like.models.tokenization import decode_exactly
 from slime_like.orchestration.rollout.requests import Generate, all_or_none, turn_request
 from slime_like.sandbox.observations import ObservationEncoder

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.observability.waiting import ignore_answers
+from slime_like.observability.timing import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watch_none
 from slime_like.orchestration.rollout.engine_instance import Dispatcher, EngineCall, EngineInstance

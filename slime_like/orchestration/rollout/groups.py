@@ -9,7 +9,7 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import GENERATED, SCORED, TRAINED, Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.errors import EngineError
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.group_table import READY, REWARD, Group, GroupTable
 from slime_like.orchestration.rollout.requests import to_group

@@ -12,8 +12,8 @@ import torch
 from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability import names
-from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
+from slime_like.observability.timing import PhaseTimes
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
 from slime_like.orchestration.run.sources import Run

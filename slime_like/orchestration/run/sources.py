@@ -17,7 +17,7 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator

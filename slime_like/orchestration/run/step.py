@@ -13,7 +13,7 @@ from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
 from slime_like.config.roles import CRITIC
 from slime_like.observability.names import scoring_metrics, source_kls
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.advantages import Advantages, distill, normalize_importance
 from slime_like.orchestration.run.sources import Run

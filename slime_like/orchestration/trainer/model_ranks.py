@@ -19,7 +19,7 @@ from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement, Scores
-from slime_like.observability.waiting import ignore_answers
+from slime_like.observability.timing import ignore_answers
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import ActorGroup, Answers

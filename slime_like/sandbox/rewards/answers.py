@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
-from slime_like.interfaces.reward import RewardResult, group_reward
+from slime_like.interfaces.user_code import RewardResult, group_reward
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match, with_opening
 from slime_like.system.words import extract_boxed
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
 
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.user_code import RewardResult
 from slime_like.sandbox import confined
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_block
 

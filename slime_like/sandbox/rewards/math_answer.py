@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.user_code import RewardResult
 from slime_like.sandbox.rewards.answers import any_answer
 from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.words import extract_boxed

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.user_code import RewardResult
 from slime_like.plugins.resolve import causes
 from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.network import is_credential

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.interfaces.reward import GROUP_MARK, RewardResult, as_result
+from slime_like.interfaces.user_code import GROUP_MARK, RewardResult, as_result
 from slime_like.plugins.resolve import code_of, named_place
 from slime_like.sandbox.rewards.registry import (
     EASY_ANSWERS,

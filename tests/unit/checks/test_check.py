@@ -17,8 +17,7 @@ from transformers import CONFIG_MAPPING
 from slime_like.checks import engines
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
-from slime_like.checks.layout import layers_per_stage
-from slime_like.checks.lengths import length_problems
+from slime_like.checks.layout import layers_per_stage, length_problems
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config

@@ -10,9 +10,8 @@ import yaml
 
 from slime_like.checks.check import check
 from slime_like.config import RewardFunction, RunConfig
-from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.fields import all_fields, did_you_mean
 from slime_like.config.reading.load import load_config, save_config
-from slime_like.config.reading.problems import did_you_mean
 from slime_like.errors import ConfigError, Problem
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.support.rejections import Rejects

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from slime_like.checks.rows import first_row
+from slime_like.checks.names import first_row
 from slime_like.config import DataConfig, RunConfig
 from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.data.encoding import EncodedRow, RowEncoder, answer_text
@@ -18,7 +18,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.data.rows import Row, read_rows
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces.environment import Task
+from slime_like.interfaces.user_code import Task
 from slime_like.models.tokenization import with_template_variables
 from slime_like.sandbox.observations import ObservationEncoder
 from slime_like.sandbox.rewards.registry import required_of_rows

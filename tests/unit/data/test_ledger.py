@@ -27,7 +27,7 @@ from slime_like.data.ledger import (
 )
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.run.sources import SavedRollouts
 from slime_like.verification.comparison import synthetic_batch
 from tests.support.rejections import Rejects

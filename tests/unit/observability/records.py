@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slime_like.observability.records import PhaseTimes
+from slime_like.observability.timing import PhaseTimes
 from slime_like.statistics import GRPOStats, ValueStats
 
 

@@ -15,7 +15,7 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, running_mean, series
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)

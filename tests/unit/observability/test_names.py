@@ -11,7 +11,7 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.observability.names import IDLE_TIME, scoring_metrics, source_kls, update_metrics
-from slime_like.observability.records import PhaseTimes
+from slime_like.observability.timing import PhaseTimes
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.sources import Source, SourceFigures
 from slime_like.orchestration.run.step import TrainedStep

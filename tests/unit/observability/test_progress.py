@@ -12,7 +12,7 @@ import pytest
 
 from slime_like.observability.names import phase_shares
 from slime_like.observability.progress import Progress
-from slime_like.observability.waiting import Waiting
+from slime_like.observability.timing import Waiting
 from tests.unit.observability.records import RL_METRICS, SFT_METRICS
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_like.checks.rows import first_row
+from slime_like.checks.names import first_row
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.evaluate import engines_alone
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
-from slime_like.interfaces.environment import Task
+from slime_like.interfaces.user_code import Task
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out

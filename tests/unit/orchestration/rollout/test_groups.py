@@ -21,7 +21,7 @@ from slime_like.data.ledger import ISSUED, Ledger, audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Scores
-from slime_like.observability.records import PhaseClock
+from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout import group_table
 from slime_like.orchestration.rollout import groups as module
 from slime_like.orchestration.rollout.engines import DeviceSwitch

@@ -11,7 +11,7 @@ import torch
 
 from slime_like import train as module
 from slime_like.config.reading.load import load_config
-from slime_like.observability.records import PhaseClock, PhaseTimes
+from slime_like.observability.timing import PhaseClock, PhaseTimes
 from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.sources import Source

@@ -16,7 +16,7 @@ from slime_like.sandbox.serving import Handler, ItemFailed
 from tests.support.rejections import Rejects
 
 HEAD = (
-    "from functools import partial; from slime_like.interfaces.reward import RewardResult, group_reward; "
+    "from functools import partial; from slime_like.interfaces.user_code import RewardResult, group_reward; "
     "g = lambda *given: 1.0; filled = lambda f: g"
 )
 USABLE: list[tuple[str, dict[str, Any]]] = [

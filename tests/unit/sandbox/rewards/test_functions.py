@@ -162,7 +162,7 @@ def test_names_and_import_paths_lead_to_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["maths", "no.such.module:f", "slime_like.interfaces.reward:nothing", "slime_like:__version__"]
+    "name", ["maths", "no.such.module:f", "slime_like.interfaces.user_code:nothing", "slime_like:__version__"]
 )
 def test_a_name_that_leads_nowhere_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match="reward function '"):

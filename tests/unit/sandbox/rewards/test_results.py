@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.interfaces import RewardResult
-from slime_like.interfaces.reward import as_result
+from slime_like.interfaces.user_code import as_result
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.interfaces.reward import RewardResult
+from slime_like.interfaces.user_code import RewardResult
 from slime_like.sandbox.rewards.registry import try_options
 from slime_like.sandbox.rewards.services import judge, remote
 from tests.support.reward_service import Service

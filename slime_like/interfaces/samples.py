@@ -1,10 +1,24 @@
-"""Supports of truncated sampling: the tokens that each token was drawn from."""
+"""Tokens and other inputs of a prompt, on the way from its row to its pack, and the supports of sampled tokens."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """Everything that a model receives for a prompt.
+
+    Attributes:
+        token_ids: the prompt's ids.
+        fields: further arrays by name, each a ``TensorField`` over "prompt" of ``SampledFields``. The prompt of a later
+            turn keeps the fields of the first one, which describe its first tokens.
+    """
+
+    token_ids: Sequence[int]
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
