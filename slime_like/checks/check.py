@@ -3,15 +3,16 @@
 Sections reject combinations of fields themselves (``Section.conflicts``). Needs neither torch nor Ray.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from slime_like.checks import engines, layout, model_directories, names, packages, run_files
 from slime_like.checks.definition import Check, Needs, training_needs
+from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, until_invalid
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
-from slime_like.interfaces.engine_limits import EngineLimits, engine_limits
 from slime_like.models.dimensions import ModelDimensions
 
 _READ = {"prompts_per_step", "max_new_tokens", "num_engines", "stop_token_ids", "ignore_eos"}
@@ -31,10 +32,6 @@ def _nothing_to_evaluate(config: RunConfig) -> Iterator[str]:
         yield f"model.weights={model.weights} is not what engines load; use `slime-like convert to-hf`"
 
 
-def _limits(config: RunConfig) -> EngineLimits:
-    return engine_limits(config.rollout.engine)
-
-
 def _unread_problems(config: RunConfig) -> Iterator[str]:
     """Name settings of engines and rewards. With held-out files, ``slime-like eval`` may read them."""
     sections = {"rollout": config.rollout, "reward": config.reward, "sync": config.sync}
@@ -45,13 +42,21 @@ def _unread_problems(config: RunConfig) -> Iterator[str]:
                 yield f"{section}.{name} is set, but demonstrations need neither engines nor rewards; remove it"
 
 
+def _writable(field: str) -> Callable[[RunConfig], Iterator[str]]:
+    return lambda run: run_files.writable_problems(field, attrgetter(field)(run))
+
+
 CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, _nothing_to_evaluate),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
     Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
     Check("run_dir", {"files", "run"}, run_files.run_directory_problems),
-    Check("debug.save-rollouts", {"files", "training"}, run_files.saved_rollout_problems),
+    Check(
+        "debug.save-rollouts",
+        {"files", "training"},
+        _writable("debug.save_rollouts"),
+    ),
     Check("data.train", {"files", "training"}, names.training_file_problems),
     Check("evaluation.files", {"files", "data"}, names.held_out_file_problems),
     Check("logging.packages", {"files", "training"}, packages.logging_problems),
@@ -63,7 +68,7 @@ CHECKS: Sequence[Check] = (
     Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, lambda run: packages.attention_problems(run.trainer, run.model)),
     Check("cluster.visible-devices", {"files", "run"}, packages.device_problems),
-    Check("sync.directory", {"files", "training", "engine"}, run_files.sync_directory_problems),
+    Check("sync.directory", {"files", "training", "engine"}, _writable("sync.directory")),
     Check("model.weight-files", {"files", "model", "weights"}, sized=model_directories.weight_problems),
     Check("reference.weight-files", {"files", "model", "training"}, model_directories.frozen_weight_problems),
     # names, and sizes that may be `auto`
@@ -88,7 +93,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "trainer.layout",
         {"model", "trainer"},
-        sized=layout.trainer_problems,
+        sized=lambda run, size: layout_problems(run.trainer.parallel, size),
     ),
     Check("rollout.tensor", {"model", "engine"}, sized=engines.rank_problems),
     Check("rollout.stop-tokens", {"model", "data"}, sized=layout.stop_token_problems),

@@ -19,10 +19,6 @@ def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> li
     return [problem for part in parts for problem in part(parallel, dimensions)]
 
 
-def trainer_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    return layout_problems(config.trainer.parallel, dimensions)
-
-
 def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
     """Return the layers of every pipeline stage (or model chunk, if stages hold several), in the model's order.
 

@@ -90,15 +90,6 @@ def run_directory_problems(config: RunConfig) -> Iterator[str]:
         yield from writable_problems("run_dir", run_dir)
 
 
-def sync_directory_problems(config: RunConfig) -> Iterator[str]:
-    used = config.sync.transport == "directory"
-    return writable_problems("sync.directory", config.sync.directory if used else None)
-
-
-def saved_rollout_problems(config: RunConfig) -> Iterator[str]:
-    return writable_problems("debug.save_rollouts", config.debug.save_rollouts)
-
-
 def writable_problems(field: str, directory: Path | None) -> Iterator[str]:
     if directory is not None and (problem := directory_problem(directory)):
         yield f"{field}={directory} {problem}"

@@ -15,7 +15,7 @@ from slime_like.commands.command import (
     parse_path,
     temporary_run_dir,
 )
-from slime_like.commands.main import keep_traceback
+from slime_like.commands.failure import keep_traceback
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem

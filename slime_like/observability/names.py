@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_like.observability.timing import PHASES, PhaseTimes
+from slime_like.observability.timing import ORCHESTRATION, PHASES
 
 if TYPE_CHECKING:
     from slime_like.statistics import StepStats
@@ -38,7 +38,7 @@ _NOT_MEANS = {"old_gap_max", "engine_gap_max", "learning_rate", "num_tokens", "m
 
 
 def phase_seconds(phase: str) -> str:
-    """Return the name of the seconds spent in ``phase``, one of ``PHASES`` or "orchestration"."""
+    """Return the name of the seconds spent in ``phase``, one of ``PHASES`` or ``ORCHESTRATION``."""
     return f"phases/{phase} (s)"
 
 
@@ -88,25 +88,26 @@ def scoring_metrics(
     }
 
 
-def phase_metrics(times: PhaseTimes, busy_s: float | None = None) -> dict[str, float]:
+def phase_metrics(seconds: Mapping[str, float], busy_s: float | None = None) -> dict[str, float]:
     """Return the step's time by phase, in seconds, and in percent where that is of interest.
 
     Args:
+        seconds: of ``PhaseClock.finish``.
         busy_s: seconds that trainer ranks worked on streamed samples, in any phase; ``None`` if they worked only in the
             phase "train".
     """
-    idle = times.seconds["wait"] + times.seconds["generate"] + times.seconds["reward"]
+    step_s = sum(seconds.values())
+    idle = seconds["wait"] + seconds["generate"] + seconds["reward"]
     if busy_s is not None:  # from a sync's end to the update's end, minus the ranks' work
-        idle = max(0.0, idle + times.seconds["train"] - busy_s)
+        idle = max(0.0, idle + seconds["train"] - busy_s)
     return {
-        STEP_TIME: times.step_s,
-        **time_metrics(PERFORMANCE, "grpo_steps", times.seconds["train"], times.step_s),
-        **time_metrics(PERFORMANCE, "weight_sync", times.seconds["sync"], times.step_s),
-        **time_metrics(PERFORMANCE, "waiting_buffer", times.seconds["wait"], times.step_s),
-        **time_metrics(PERFORMANCE, "idle", idle, times.step_s),
-        **{phase_seconds(phase): value for phase, value in times.seconds.items()},
-        phase_seconds("orchestration"): times.orchestration_s,
-        "phases/orchestration (%)": 100 * ratio(times.orchestration_s, times.step_s),
+        STEP_TIME: step_s,
+        **time_metrics(PERFORMANCE, "grpo_steps", seconds["train"], step_s),
+        **time_metrics(PERFORMANCE, "weight_sync", seconds["sync"], step_s),
+        **time_metrics(PERFORMANCE, "waiting_buffer", seconds["wait"], step_s),
+        **time_metrics(PERFORMANCE, "idle", idle, step_s),
+        **{phase_seconds(phase): value for phase, value in seconds.items()},
+        "phases/orchestration (%)": 100 * ratio(seconds[ORCHESTRATION], step_s),
     }
 
 
@@ -177,7 +178,7 @@ def _between(prefix: str, names: Iterable[str], suffix: str) -> list[tuple[str, 
 
 def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return (phase, percent of all phases' time) for every phase that took any time, orchestration last."""
-    seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, "orchestration")}
+    seconds = {phase: values.get(phase_seconds(phase), 0.0) for phase in (*PHASES, ORCHESTRATION)}
     total = sum(seconds.values())
     return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
 

@@ -8,20 +8,8 @@ from dataclasses import dataclass
 from slime_like.system.words import pluralize
 
 PHASES = ("wait", "generate", "reward", "score", "critic", "train", "sync")
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTimes:
-    """Wall time of one step, in seconds; ``sum(seconds.values()) + orchestration_s`` is ``step_s``.
-
-    Attributes:
-        seconds: time in each of ``PHASES``, every phase present.
-        orchestration_s: time outside all phases: batching, bookkeeping, everything between the phases.
-    """
-
-    step_s: float
-    seconds: dict[str, float]
-    orchestration_s: float
+ORCHESTRATION = "orchestration"
+"""Time outside all phases: batching, bookkeeping, everything between the phases."""
 
 
 class PhaseClock:
@@ -48,17 +36,15 @@ class PhaseClock:
             self._spent_ns[name] += self._now_ns() - started
             self._open = None
 
-    def finish(self) -> PhaseTimes:
-        """Return the times since the start, or since the last ``finish``, and restart the clock."""
-        now = self._now_ns()
-        step_ns = now - self._started_ns
-        spent = self._spent_ns
+    def finish(self) -> dict[str, float]:
+        """Return the seconds of every phase and of ``ORCHESTRATION`` since the start, or since the last ``finish``.
+
+        They add up to the step's time. The clock restarts.
+        """
+        now, spent = self._now_ns(), self._spent_ns
+        spent[ORCHESTRATION] = now - self._started_ns - sum(spent.values())
         self._restart(now)
-        return PhaseTimes(
-            step_s=step_ns / 1e9,
-            seconds={name: ns / 1e9 for name, ns in spent.items()},
-            orchestration_s=(step_ns - sum(spent.values())) / 1e9,
-        )
+        return {name: ns / 1e9 for name, ns in spent.items()}
 
     def _restart(self, now_ns: int) -> None:
         self._started_ns = now_ns

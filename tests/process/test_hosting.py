@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -75,31 +75,19 @@ asyncio.run(main())
 """
 
 
-Scenario = Callable[[ChildProcess], Awaitable[None]]
 _CODE = "rollout.engine-installed"
-
-
-@pytest.fixture
-def play(user_module: Callable[[str, str], Path]) -> Callable[[Scenario], None]:
-    """Run a scenario with a process that has not been started."""
-    user_module("a_host", MODULE)
-
-    async def bounded(scenario: Scenario) -> None:
-        process = ChildProcess("a_host", lambda scratch: dict(os.environ))
-        try:
-            await asyncio.wait_for(scenario(process), 60)
-        finally:
-            process.end(5.0)
-        assert not any(map(psutil.pid_exists, process.process_ids))
-
-    return lambda scenario: asyncio.run(bounded(scenario))
 
 
 def fields(error: SlimeLikeError) -> dict[str, str | None]:
     return {name: getattr(error, name) for name in FIELDS}
 
 
-def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
+def test_errors_are_carried_abandoned_requests_aborted_and_calls_ended_by_a_death(
+    user_module: Callable[[str, str], Path],
+) -> None:
+    """Errors keep class and fields."""
+    user_module("a_host", MODULE)
+
     async def scenario(process: ChildProcess) -> None:
         await process.start()
         with pytest.raises(WeightSyncError) as sync:
@@ -116,13 +104,6 @@ def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
             with pytest.raises(EngineError) as other:
                 await process.call(method)
             assert (other.value.code, str(other.value)) == (code, text)
-
-    play(scenario)
-
-
-def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play: Callable[[Scenario], None]) -> None:
-    async def scenario(process: ChildProcess) -> None:
-        await process.start()
         request = GenerationRequest("r7", PromptInput([1]), SamplingParams())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.generate(request), 0.1)
@@ -135,7 +116,15 @@ def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play:
             await waiting
         assert not process.alive
 
-    play(scenario)
+    async def bounded() -> None:
+        process = ChildProcess("a_host", lambda scratch: dict(os.environ))
+        try:
+            await asyncio.wait_for(scenario(process), 60)
+        finally:
+            process.end(5.0)
+        assert not any(map(psutil.pid_exists, process.process_ids))
+
+    asyncio.run(bounded())
 
 
 @pytest.mark.parametrize(("python", "codes"), [("/none", [_CODE]), ("/bin/true", [_CODE]), (sys.executable, [])])

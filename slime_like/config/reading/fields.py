@@ -146,9 +146,6 @@ _CODES = dict.fromkeys(_RANGE, "field-range") | {
     "literal_error": "field-choice",
 }
 """Code by pydantic's type of error; all others are ``field-type``."""
-_WORDS = {"string": "text", "float": "number", "int": "integer", "bool": "true or false"}
-_WORDS |= dict.fromkeys(("model", "dict"), "mapping") | dict.fromkeys(("list", "tuple"), "list")
-"""Types by the first word of pydantic's type of error."""
 
 
 def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
@@ -191,8 +188,6 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
     if code == "field-type" and field is not None:
         remedy = "; write {name: value}, or remove it" if field.kind == "entries" else ""
         wrong = f"must be of type {field.type_text}{remedy}"
-    elif code == "field-type" and (word := _WORDS.get(kind.partition("_")[0])):  # of a list's entry
-        wrong = f"must be of type {word}"
     elif name in sections():
         wrong = "must be a section; write its fields below it"
     text = value_text(detail["input"]) or "''"

@@ -17,7 +17,7 @@ from slime_like.observability.names import (
     source_means,
 )
 from slime_like.observability.report.data import RunData
-from slime_like.observability.timing import PHASES
+from slime_like.observability.timing import ORCHESTRATION, PHASES
 
 _COLORS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
 _CUT_AT_MEDIANS = 3.0
@@ -170,7 +170,7 @@ def panels(run: RunData) -> list[Panel]:
 
 def phase_picture(run: RunData) -> PhasePicture | None:
     """Return the time of every step by phase; ``None`` without recorded phases."""
-    seconds = {phase: run.by_step(phase_seconds(phase)) for phase in (*PHASES, "orchestration")}
+    seconds = {phase: run.by_step(phase_seconds(phase)) for phase in (*PHASES, ORCHESTRATION)}
     steps = sorted(set().union(*seconds.values()))
     every = {phase: [max(0.0, values.get(step, 0.0)) for step in steps] for phase, values in seconds.items()}
     total = sum(map(sum, every.values()))

@@ -13,7 +13,6 @@ from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability import names
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
-from slime_like.observability.timing import PhaseTimes
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
 from slime_like.orchestration.run.sources import Run
@@ -51,24 +50,24 @@ class StepRecorder:
         """Trained response tokens per second of the recorded steps."""
         return self._trained_tokens / self._trained_s if self._trained_s else 0.0
 
-    def record(self, step: int, trained: TrainedStep, times: PhaseTimes) -> None:
-        """Log one training step."""
-        run = self._run
+    def record(self, step: int, trained: TrainedStep, times: Mapping[str, float]) -> None:
+        """Log one training step. ``times`` are its seconds by phase."""
+        run, step_s = self._run, sum(times.values())
         if directory := run.config.debug.save_rollouts:
             save_trajectories(dump_path(directory, step), trained.trajectories)
         self._trained_tokens += sum(trajectory.sampled_len for trajectory in trained.trajectories)
-        self._trained_s += times.step_s
+        self._trained_s += step_s
         if step % _MEMORY_EVERY == 1:
             peaks = run.policy.peak_memory_bytes()
             self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
-        figures, is_sampled = run.source.figures(times.step_s), run.source.has_rewards
+        figures, is_sampled = run.source.figures(step_s), run.source.has_rewards
         rollouts = rollouts_of(trained.trajectories)
         metrics = {
             **names.update_metrics(trained.updates),
             **names.update_metrics(trained.critic, "train_critic"),
             **trained.penalties,
             **names.phase_metrics(times, trained.busy_s),
-            **_token_metrics(rollouts, trained.tokens, times.step_s),
+            **_token_metrics(rollouts, trained.tokens, step_s),
             **{f"{names.PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
             **figures.metrics,
             **(self.sampled(step, rollouts, times, figures.failed) if is_sampled else {}),
@@ -94,7 +93,7 @@ class StepRecorder:
 
     # ---------------------------------------------------------------------------------------------- sampled responses
     def sampled(
-        self, step: int, rollouts: Rollouts, times: PhaseTimes, failed: Sequence[ScoredTrajectory]
+        self, step: int, rollouts: Rollouts, times: Mapping[str, float], failed: Sequence[ScoredTrajectory]
     ) -> dict[str, float]:
         """Return the metrics of rewards and of sampling, and report failures."""
         config = self._run.config
@@ -107,7 +106,7 @@ class StepRecorder:
         asynchronous = config.rollout.max_staleness > 0  # sampling never pauses
         return {
             **reward_metrics(rollouts, config.reward.functions, metadata),
-            **rollout_metrics(rollouts, step, times.step_s if asynchronous else times.seconds["generate"]),
+            **rollout_metrics(rollouts, step, sum(times.values()) if asynchronous else times["generate"]),
         }
 
     def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory]) -> None:

@@ -28,17 +28,9 @@ def test_no_credential_of_options_is_printed(tmp_path: Path) -> None:
     assert "'url': 'https://...@h/x?...'" in problem and "hidden" not in problem
 
 
-@pytest.mark.parametrize(("installed", "expected"), [({}, False), ({"vllm": "0.1"}, True)])
-def test_an_engine_is_installed_if_its_package_is(
-    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool
+def test_the_packages_of_another_interpreter_are_read_without_starting_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "_versions", lambda _, __: installed)
-    monkeypatch.setattr(engines, "find_spec", lambda _: None)
-    assert engines.is_installed("vllm") is expected
-    assert engines.is_installed("my.module:engine")  # another check looks for its module
-
-
-def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     for name, version in (("vllm", "0.33.1"), ("torch", "2.14.1"), ("nvidia_nccl_cu13", "2.30.7")):
         place = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{version}.dist-info"
@@ -49,6 +41,11 @@ def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_pa
     assert engines.version_warning(python, "vllm") == warning
     assert engines.version_warning(python, "sglang") is None
     assert engines.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
+    for installed in ({}, {"vllm": "0.1"}):
+        monkeypatch.setattr(engines, "_versions", lambda _, __, installed=installed: installed)
+        monkeypatch.setattr(engines, "find_spec", lambda _: None)
+        assert engines.is_installed("vllm") == bool(installed)
+        assert engines.is_installed("my.module:engine")  # another check looks for its module
 
 
 def test_an_engines_package_states_its_limits_without_the_engine(

@@ -22,7 +22,7 @@ from slime_like.commands.main import main
 from slime_like.commands.root import COMMANDS, run
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError, DataError, Problem, RewardError, SlimeLikeError, TrainerError
+from slime_like.errors import ConfigError, DataError, Problem, RewardError, TrainerError
 from slime_like.evaluate import engines_alone
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.cluster.bundles import pieces_of
@@ -188,18 +188,9 @@ def test_eval_rejects_an_unusable_output(
 def test_a_sentence_and_an_exit_code(tmp_path: Path, train: Train, error: BaseException, code: int, text: str) -> None:
     ended, printed, [config] = train(error)
     assert (ended, printed) == (code, text)
-    assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
-
-
-@pytest.mark.parametrize("error", [SlimeLikeError("it broke"), RuntimeError("a bug"), KeyboardInterrupt()])
-def test_the_last_line_is_the_note_of_the_error(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     error.add_note("resume from step 3")
-    _, printed, _ = train(error)
-    first, last = printed.splitlines()
-    assert first.startswith("slime-like: ") and last == "slime-like: resume from step 3"
+    assert train(error)[1] == f"{text}slime-like: resume from step 3\n"
+    assert (config.run_dir, config.data.max_prompt_tokens) == (tmp_path / "run", 512)
 
 
 UNFORESEEN: list[tuple[Exception, str]] = [
@@ -218,9 +209,11 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if has_run_dir:
         (tmp_path / "run").mkdir()
+    error.add_note("resume from step 3")
     code, printed, _ = train(error)
-    assert code == 1 and printed.startswith(f"slime-like: {text}") and printed.count("\n") == 1
-    kept = Path(printed.strip().removesuffix(" [unexpected]").rpartition(" traceback: ")[2])
+    printed, *notes = printed.splitlines()
+    assert code == 1 and printed.startswith(f"slime-like: {text}") and set(notes) == {"slime-like: resume from step 3"}
+    kept = Path(printed.removesuffix(" [unexpected]").rpartition(" traceback: ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
     assert "in loop\n    raise error\n" in kept.read_text()
 

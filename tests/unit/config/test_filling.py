@@ -2,7 +2,6 @@
 
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.rollout import engine_instance
-from slime_like.orchestration.rollout.engines import Engines
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -113,22 +110,10 @@ def test_a_request_may_take_as_long_as_its_longest_response(
     assert _config(rollout=rollout, evaluation=evaluation).request_timeout_s == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("device", "given", "expected"), [("GPU", None, 1200), ("CPU", None, 300), ("GPU", 40, 40)])
-def test_engines_on_gpus_have_more_time_to_start(
-    device: str, given: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The actor receives the same timeout as the driver."""
-    started: list[RunConfig] = []
-    actor = SimpleNamespace(remote=lambda config, *_: started.append(config))
-    remote = SimpleNamespace(options=lambda **_: actor)
-    monkeypatch.setattr(engine_instance, "ray", SimpleNamespace(remote=lambda _: remote))
-    placement: Any = SimpleNamespace(
-        device=device, engine_nodes=1, engine_options=lambda *_: {}, shared_ranks=lambda *_: range(0)
-    )
-    engines = Engines(_config(rollout={"start_timeout_s": given}), placement, print)
-    engines.launch()
-    engines.thread.close()
-    assert [config.engine_start_timeout_s for config in started] == [expected]
+@pytest.mark.parametrize(("given", "expected"), [(None, (300, 1200)), (40, (40, 40))])
+def test_engines_on_gpus_have_more_time_to_start(given: float | None, expected: tuple[float, float]) -> None:
+    config = _config(rollout={"start_timeout_s": given})
+    assert (config.engine_start_timeout_s, config.for_gpu_engines().engine_start_timeout_s) == expected
 
 
 HEAD = "run_dir: r\nmodel: {path: m}\n"

@@ -135,6 +135,7 @@ FLAGS: list[tuple[list[str], str, Any]] = [
     (["--trainer.recompute", "5"], "trainer.recompute", 5),
     (["--logging.wandb_project", "2024"], "logging.wandb_project", "2024"),
     (["--logging.wandb_project=--x=y"], "logging.wandb_project", "--x=y"),
+    (["--critic.optimizer.warmup_steps", "5", "--algorithm.advantage", "gae"], "critic.optimizer.lr", 1e-5),
 ]
 
 
@@ -364,13 +365,6 @@ def test_faults_of_fields_hide_no_other_faults_and_cause_none(
     with pytest.raises(ConfigError) as caught:
         load_config(None, given, more=check)
     assert sorted(problem.field for problem in caught.value.problems) == fields
-
-
-def test_a_critic_has_its_learning_rate_next_to_other_settings(tmp_path: Path) -> None:
-    config = load_config(
-        write(tmp_path, f"{HEAD}critic: {{optimizer: {{warmup_steps: 5}}}}\nalgorithm: {{advantage: gae}}\n")
-    )
-    assert (config.critic.optimizer.lr, config.trainer.optimizer.lr) == (1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(

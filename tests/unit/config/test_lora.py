@@ -59,11 +59,6 @@ def flags(tmp_path: Path) -> list[str]:
     return flags
 
 
-def _change(adapter: Path, **changes: Any) -> None:
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def test_an_adapter_determines_rank_alpha_and_targets(flags: list[str], adapter: Path, tmp_path: Path) -> None:
     """The written configuration names them, so it can be read without the adapter."""
     config = load_config(None, [*flags, "--model.lora.path", str(adapter), "--model.lora.dropout", "0.5"])
@@ -76,41 +71,31 @@ def test_an_adapter_determines_rank_alpha_and_targets(flags: list[str], adapter:
 
 
 def test_the_scale_of_a_rank_stabilized_adapter(flags: list[str], adapter: Path) -> None:
-    _change(adapter, use_rslora=True)
+    (adapter / "adapter_config.json").write_text(json.dumps(WRITTEN | {"use_rslora": True}))
     assert load_config(None, [*flags, "--model.lora.path", str(adapter)]).model.lora.scale == 10 / math.sqrt(4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"peft_type": "LOHA"},
-        {"use_dora": True},
-        {"bias": "all"},
-        {"rank_pattern": {"q_proj": 8}},
-        {"alpha_pattern": {"q_proj": 8}},
-        {"modules_to_save": ["lm_head"]},
-        {"layers_to_transform": [0]},
-        {"fan_in_fan_out": True},
-        {"lora_bias": True},
-        {"init_lora_weights": "pissa"},
-        {"target_modules": ".*_proj"},
-        {"a_later_setting": True},
-    ],
-)
-def test_adapters_of_other_kinds_are_rejected(
-    changes: dict[str, Any], flags: list[str], adapter: Path, rejects: Rejects
+OTHER_KINDS: list[dict[str, Any]] = [
+    {"peft_type": "LOHA"}, {"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 8}},
+    {"alpha_pattern": {"q_proj": 8}}, {"modules_to_save": ["lm_head"]}, {"layers_to_transform": [0]},
+    {"fan_in_fan_out": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}, {"target_modules": ".*_proj"},
+    {"a_later_setting": True},
+]  # fmt: skip
+
+
+def test_adapters_of_other_kinds_and_other_settings_are_rejected(
+    flags: list[str], adapter: Path, rejects: Rejects
 ) -> None:
-    _change(adapter, **changes)
-    with rejects(ConfigError, "model.lora") as caught:
-        require_valid(load_config(None, [*flags, "--model.lora.path", str(adapter)]))
-    assert next(iter(changes)) in str(caught.value.problems[0])
-
-
-@pytest.mark.parametrize("given", ["--model.lora.rank=8", "--model.lora.alpha=8", "--model.lora.targets=q_proj"])
-def test_settings_must_be_the_adapters(given: str, flags: list[str], adapter: Path, rejects: Rejects) -> None:
-    with rejects(ConfigError, "model.lora") as caught:
-        require_valid(load_config(None, [*flags, "--model.lora.path", str(adapter), given]))
-    assert len(caught.value.problems) == 1
+    flags += ["--model.lora.path", str(adapter)]
+    for given in ("rank=8", "alpha=8", "targets=q_proj"):
+        with rejects(ConfigError, "model.lora") as caught:
+            require_valid(load_config(None, [*flags, f"--model.lora.{given}"]))
+        assert len(caught.value.problems) == 1
+    for changes in OTHER_KINDS:
+        (adapter / "adapter_config.json").write_text(json.dumps(WRITTEN | changes))
+        with rejects(ConfigError, "model.lora") as caught:
+            require_valid(load_config(None, flags))
+        assert next(iter(changes)) in str(caught.value.problems[0])
 
 
 def test_targets_must_be_matrices_of_the_layers(flags: list[str], rejects: Rejects) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 import stat
 import threading
 import time
@@ -86,24 +85,6 @@ def test_slots_without_gpus(
     assert slots_per_node(pieces_of(config(tmp_path, **sections)), parallel.get("tensor", 1), nodes) == expected
 
 
-def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--run_dir", str(tmp_path / "run"), "--model.path", str(tmp_path), "--trainer.parallel.tensor", "4"]
-    flags += ["--rollout.engine", "sglang"]
-    options = ["--slurm_nodes", "gpu[08-11]", "--node_rank", "2", "--gpus_per_node", "8", "--dry_run"]
-    assert run(["launch", *options, "--", *flags]) == 0
-    said = capsys.readouterr().out
-    assert "nodes:    4 (gpu08, gpu09, gpu10, gpu11)" in said and "this one: node 2" in said
-    assert "listens on gpu08:6380" in said
-    assert "5 needed, 4 x 8 there (27 IDLE); 4 trainer ranks in 1 group (each stays on one node)" in said
-    assert "not yet:  cluster.nodes=4 times cluster.gpus_per_node=8: 27 of 32 GPUs are idle" in said
-    plan = str(tmp_path / ".run.cluster" / "plan.json")
-    assert f"{shlex.join([plan, *flags])} --cluster.nodes 4 --cluster.gpus_per_node 8" in said
-    size = ["--cluster.nodes", "4", "--cluster.gpus_per_node", "8"]
-    assert f"slime-like train {shlex.join([*flags, *size])} --cluster.address" in said
-    assert "not yet:  model.path" in said
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("gpus", "recipe", "size"),
     [
@@ -122,6 +103,7 @@ def test_a_launch_sets_the_size_of_its_cluster(
     assert run(["launch", *options, "--", *flags, *recipe]) == 0
     (train,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train:"))
     assert f"--cluster.nodes 2 {size}.address" in train
+    assert list(tmp_path.iterdir()) == []
 
 
 def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:

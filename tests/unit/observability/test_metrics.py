@@ -15,7 +15,7 @@ import torch
 from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, running_mean, series
-from slime_like.observability.timing import PhaseClock
+from slime_like.observability.timing import ORCHESTRATION, PHASES, PhaseClock
 from tests.support.rejections import Rejects
 
 FILE_ONLY = LoggingConfig(tensorboard=False)
@@ -158,11 +158,11 @@ def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pyt
         wandb.init.assert_called_with(**given, **own)
 
 
-@pytest.mark.parametrize("window", [1, 3, 10, 50])
-def test_running_mean(window: int) -> None:
+def test_running_mean() -> None:
     values = np.random.default_rng(0).random(30)
-    expected = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(30)]
-    assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
+    for window in (1, 3, 50):
+        expected = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(30)]
+        assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
 
 
 def clock_at(*seconds: float) -> PhaseClock:
@@ -175,13 +175,11 @@ def test_times_by_phase() -> None:
     for phase in ("generate", "train", "generate"):  # a repeated phase adds up
         with clock.phase(phase):
             pass
-    times = clock.finish()
-    assert times.seconds == {"wait": 0, "generate": 2.25, "reward": 0, "score": 0, "critic": 0, "train": 1.0, "sync": 0}
-    assert (times.step_s, times.orchestration_s) == (4.0, 0.75)
+    times = {name: seconds for name, seconds in clock.finish().items() if seconds}
+    assert times == {"generate": 2.25, "train": 1.0, "orchestration": 0.75}
     with clock.phase("wait"):
         pass
-    times = clock.finish()
-    assert (times.step_s, times.seconds["wait"], times.seconds["generate"]) == (1.0, 1.0, 0.0)
+    assert clock.finish() == dict.fromkeys((*PHASES, ORCHESTRATION), 0.0) | {"wait": 1.0}
 
 
 def test_errors_leave_the_clock_usable() -> None:
@@ -190,5 +188,5 @@ def test_errors_leave_the_clock_usable() -> None:
         raise KeyError
     with clock.phase("train"), pytest.raises(RuntimeError), clock.phase("score"):
         pass
-    seconds = clock.finish().seconds
+    seconds = clock.finish()
     assert (seconds["score"], seconds["train"]) == (2.0, 1.0)

@@ -14,7 +14,7 @@ import pytest
 from slime_like.commands.root import run
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_lines
-from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME
+from slime_like.observability.names import ACCURACY, FAILURES, REWARD, STEP_TIME
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels
@@ -32,6 +32,8 @@ from tests.unit.observability.report_run import (
     write_report,
     write_run,
 )
+
+Logged = list[tuple[int, dict[str, float]]]
 
 
 class Page(HTMLParser):
@@ -144,17 +146,6 @@ def test_sources_have_a_panel(tmp_path: Path, logger: MetricLogger) -> None:
     ]
 
 
-def test_column_order(page: Page) -> None:
-    """Question, response, answer and outcome come first. Columns about the whole step are left out."""
-    texts = [text for text in page.texts if text.strip()]
-    columns = texts[texts.index("Tokens") :]
-    assert columns[:10] == [
-        "Tokens", "Step", "Prompt", "Response", "Answer", "Advantages", "Finish Reason", "Reward_<b>math</b>",
-        "Reward Metadata", "Response Length",
-    ]  # fmt: skip
-    assert {"policy_loss", "clipfrac"}.isdisjoint(columns[: columns.index("show")])
-
-
 def test_summary(run_dir: Path) -> None:
     (run_dir / "config.until-step-000008.yaml").touch()
     entries = dict(summary(read_run(run_dir)))
@@ -169,14 +160,17 @@ def test_summary(run_dir: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ unusual runs
-def test_unfinished_lines_are_skipped(run_dir: Path, tmp_path: Path) -> None:
+def test_unfinished_lines_and_other_files_are_skipped(run_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "run")
     for name in ("metrics.jsonl", f"tables/{SAMPLE_TABLE}.jsonl", f"tables/{TOKEN_TABLE}.jsonl"):
         os.truncate(copy / name, (copy / name).stat().st_size - 20)
     run = read_run(copy)
     assert [len(run.tables[name].rows) for name in (SAMPLE_TABLE, TOKEN_TABLE)] == [11, 12 * TOKENS - 1]
     assert max(record["step"] for record in run.records) == STEPS
+    os.mkfifo(copy / "tables" / "pipe.jsonl")  # reading it would never end
+    (copy / "tables" / "directory.jsonl").mkdir()
     assert write_report(copy).is_file()
+    assert set(read_run(copy).tables) == {HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE}
 
 
 def test_repeated_steps_show_the_last_rows(tmp_path: Path, logger: MetricLogger) -> None:
@@ -211,52 +205,49 @@ def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path, logge
     assert "Held-out accuracy" not in shown and "Tokens of a sample" not in shown
 
 
-def test_summary_of_a_short_run(tmp_path: Path, logger: MetricLogger) -> None:
-    logger.log(0, {ACCURACY: 0.25})
-    for step in (1, 2):
-        logger.log(step, {REWARD: 0.5 * step})
-    entries = dict(summary(read_run(tmp_path)))
-    assert (entries["held-out accuracy"], entries["mean reward"]) == ("0.250 (step 0)", "0.750 (of 2 steps)")
+FAILED, ENDED = "failed: engine 0: out of memory\n", "starting Ray\n"
+LOSSES = [
+    (1, {"train_actor_training/loss": 1.0}),
+    *((step, {"train_actor_training/loss": math.nan}) for step in (2, 3)),
+]
+NONE_FAILED: Logged = [(0, {"evaluation/scoring_failures": 0})]
+NONE_FAILED += [(step, {FAILURES: n, STEP_TIME: 1.0}) for step, n in ((1, 0), (2, 3), (3, 7), (3, 1), (4, 0))]
+# What was logged, the driver's log, and entries of the summary; None: there is none.
+SUMMARIES: list[tuple[Logged, str, dict[str, str | None]]] = [
+    (
+        [(0, {ACCURACY: 0.25}), (1, {REWARD: 0.5}), (2, {REWARD: 1.0})],
+        "",
+        {"held-out accuracy": "0.250 (step 0)", "mean reward": "0.750 (of 2 steps)", "scoring failures": None},
+    ),
+    ([(0, {ACCURACY: 0.25})], ENDED + FAILED, {"steps": "0: no step was trained", "failed": "engine 0: out of memory"}),
+    ([(0, {ACCURACY: 0.25})], FAILED + ENDED, {"steps": "0: no step has been trained yet", "failed": None}),  # resumed
+    (LOSSES, "", {"loss": "NaN or infinite at 2 steps, first at step 2"}),
+    (NONE_FAILED, "", {"scoring failures": "4 responses in 2 steps, first at step 2"}),  # repeated steps count once
+    (
+        [*NONE_FAILED, (4, {"evaluation/scoring_failures": 1})],
+        "",
+        {
+            "scoring failures": "4 responses in 2 steps, first at step 2; "
+            "1 held-out response in 1 evaluation, first at step 4"
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("log", "steps", "failed"),
-    [
-        ("starting Ray\nfailed: engine 0: out of memory\n", "0: no step was trained", "engine 0: out of memory"),
-        ("failed: engine 0: out of memory\nstarting Ray\n", "0: no step has been trained yet", None),  # resumed
-    ],
-)
-def test_run_without_a_step(tmp_path: Path, logger: MetricLogger, log: str, steps: str, failed: str | None) -> None:
-    logger.log(0, {ACCURACY: 0.25})
+@pytest.mark.parametrize(("logged", "log", "expected"), SUMMARIES)
+def test_summary_of_an_unusual_run(
+    tmp_path: Path, logger: MetricLogger, logged: Logged, log: str, expected: dict[str, str | None]
+) -> None:
+    for step, values in logged:
+        logger.log(step, values)
     (tmp_path / "driver.log").write_text(log)
     entries = dict(summary(read_run(tmp_path)))
-    assert (entries["steps"], entries.get("failed")) == (steps, failed)
-    assert "Metrics by training step" not in printed(tmp_path, 80)
-
-
-def test_nan_loss_is_marked(tmp_path: Path, logger: MetricLogger) -> None:
-    for step in (1, 2, 3):
-        logger.log(step, {"train_actor_training/loss": 1.0 if step == 1 else math.nan})
-    assert dict(summary(read_run(tmp_path)))["loss"] == "NaN or infinite at 2 steps, first at step 2"
+    assert {name: entries.get(name) for name in expected} == expected
     html = write_report(tmp_path).read_text()
-    assert "NaN or infinite at 2 steps (marked)" in html
-    figures = json.loads(Page(html).blocks["chart-data"])
-    assert [mark["x0"] for mark in figures["chart-0"]["layout"]["shapes"]] == [2, 3]
-
-
-def test_scoring_failures_are_counted(tmp_path: Path, logger: MetricLogger, run_dir: Path) -> None:
-    """Repeated steps count once. A run without failures has no such line."""
-    name = "ref_actor_rewards/scoring_failures"
-    logger.log(0, {"evaluation/scoring_failures": 0})
-    for step, failures in ((1, 0), (2, 3), (3, 7), (3, 1), (4, 0)):
-        logger.log(step, {name: failures, STEP_TIME: 1.0})
-    text = "4 responses in 2 steps, first at step 2"
-    assert dict(summary(read_run(tmp_path)))["scoring failures"] == text
-    logger.log(4, {"evaluation/scoring_failures": 1})
-    text += "; 1 held-out response in 1 evaluation, first at step 4"
-    assert text in Page(write_report(tmp_path).read_text()).texts
-    assert f"scoring failures │ {text}" in printed(tmp_path)
-    assert "scoring failures" not in dict(summary(read_run(run_dir)))
+    assert all(text in Page(html).texts for text in expected.values() if text)
+    charts = json.loads(Page(html).blocks["chart-data"]).values()
+    marks = [mark["x0"] for chart in charts for mark in chart["layout"].get("shapes", ())]
+    assert marks == ([2, 3] if logged is LOSSES else [])
 
 
 def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
@@ -267,14 +258,6 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
 
 
 # ------------------------------------------------------------------------------ files that are damaged or being written
-def test_only_regular_files_are_tables(run_dir: Path, tmp_path: Path) -> None:
-    """Reading a pipe would never end."""
-    copy = shutil.copytree(run_dir, tmp_path / "run")
-    os.mkfifo(copy / "tables" / "pipe.jsonl")
-    (copy / "tables" / "directory.jsonl").mkdir()
-    assert set(read_run(copy).tables) == {HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE}
-
-
 class GrowingFile(io.RawIOBase):
     """A file that grows after its end was reached."""
 

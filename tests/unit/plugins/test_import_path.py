@@ -3,6 +3,7 @@
 import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,7 @@ from slime_like.config.algorithm import AlgorithmConfig, ImportanceConfig, KLRew
 from slime_like.config.reading.parts import read_part
 from slime_like.config.rollout import EnvironmentConfig, RewardFunction
 from slime_like.plugins import objective
+from slime_like.plugins.options import OPTIONS
 from slime_like.plugins.resolve import import_path_problem, resolve
 
 NO_PATH = "is not an import path; give `package.module:name` or `path/to/file.py:name`"
@@ -40,6 +42,14 @@ def test_a_path_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path
     found = import_path_problem(path.replace("HERE", str(folder)))
     assert found is None if problem is None else re.fullmatch(problem, found or "")
     assert not any(module.startswith("judged") for module in sys.modules)
+
+
+def test_every_optional_part_is_defined_where_the_table_says() -> None:
+    """The table is text, so nothing else checks it."""
+    for place in OPTIONS.values():
+        module, _, attribute = place.partition(":")
+        source = Path(find_spec(module).origin or "").read_text(encoding="utf-8")  # type: ignore[union-attr]
+        assert re.search(rf"^(class|def) {attribute}\b|^{attribute} =", source, re.MULTILINE), place
 
 
 def test_a_package_in_editable_mode_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
