@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 from collections import Counter, defaultdict
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 
 from slime_like.data.dump import dump_path, load_trajectories, save_trajectories
 from slime_like.data.ledger import audit_run
-from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
@@ -55,15 +53,6 @@ def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path, engine: str, 
     )
 
 
-def test_an_engine_that_cannot_update_the_weights_is_rejected_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
-    """The engine could not start, so no start was tried."""
-    make_tiny_model(tmp_path / "model", family="qwen3_moe")
-    flags = ["--model.path", str(tmp_path / "model"), "--rollout.engine_args.kv_cache_memory_bytes", "1000"]
-    finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
-    assert finished.code == 1
-    assert one_sentence(finished).startswith("slime-like: rollout.engine=vllm: vLLM cannot update the weights of a mix")
-
-
 @pytest.mark.parametrize(
     ("moment", "how", "engine"),
     [
@@ -92,16 +81,6 @@ def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: 
     assert "SIGTERM" not in finished.stderr  # Ray's handler would print it
 
 
-def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        finished = run(tiny.sft_flags(tmp_path / "run", "--trainer.rendezvous_port", str(port)), tmp_path / "log")
-    assert finished.code == 1
-    assert f"trainer rank 0, starting: trainer.rendezvous_port={port} is taken on 127.0.0.1" in one_sentence(finished)
-
-
 def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     """The response is not trained, and is reported."""
     functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
@@ -119,12 +98,11 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
 
 
 class Judge(ThreadingHTTPServer):
-    """Service that rewards a response by its letters. While step 2 is sampled, it is ``down`` for half of them: it
-    closes the connection, or answers a response's first request with status 503."""
+    """Service that rewards a response by its letters. While step 2 is sampled, it closes the connection for half."""
 
-    def __init__(self, run_dir: Path, down: str) -> None:
+    def __init__(self, run_dir: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
-        self.metrics, self.down = run_dir / "metrics.jsonl", down
+        self.metrics = run_dir / "metrics.jsonl"
         self.refused = Counter[tuple[str, str]]()
 
     @property
@@ -133,8 +111,7 @@ class Judge(ThreadingHTTPServer):
 
     def refuses(self, prompt: str, response: str) -> bool:
         steps = len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
-        again = self.down == "once" and (prompt, response) in self.refused
-        if steps != 1 or sum(map(ord, response)) % 2 or again:
+        if steps != 1 or sum(map(ord, response)) % 2:
             return False
         self.refused[prompt, response] += 1
         return True
@@ -145,10 +122,9 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        refuses = self.server.refuses(body["prompt"], body["response"])
-        if refuses and self.server.down == "unreachable":
+        if self.server.refuses(body["prompt"], body["response"]):
             return
-        self.send_response(503 if refuses else 200)
+        self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"reward": reward_of(body["response"])}).encode())
 
@@ -159,26 +135,18 @@ def reward_of(response: str) -> float:
     return sum(map(ord, response)) % 7 / 7
 
 
-def outage(tiny: Tiny, tmp_path: Path, down: str, on_failure: str) -> tuple[Judge, list[str]]:
-    """Run three steps with an outage in the second. Return the judge, and the flags of the run."""
-    run_dir = tmp_path / "run"
-    with Judge(run_dir, down) as judge:
-        thread = threading.Thread(target=judge.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        flags = quick(
-            tiny, run_dir, "--steps", "3", "--reward.functions", f"[{{name: http, options: {judge.options}}}]",
-            "--reward.on_failure", on_failure, "--reward.max_failed_fraction", "1", "--reward.workers", "4",
-            "--debug.save_rollouts", str(tmp_path / "rollouts"),
-        )  # fmt: skip
-        succeed(flags, tmp_path / "log")
-        judge.shutdown()
-    return judge, flags
-
-
 @pytest.mark.acceptance
 def test_a_run_through_an_outage_equals_one_without_its_samples(tiny: Tiny, tmp_path: Path) -> None:
     """Weights are equal, bit for bit. The other run trains on what was scored, with advantages computed here."""
-    judge, flags = outage(tiny, tmp_path, "unreachable", "mask")
+    with Judge(tmp_path / "run") as judge:
+        threading.Thread(target=judge.serve_forever, args=(0.02,), daemon=True).start()
+        flags = quick(
+            tiny, tmp_path / "run", "--steps", "3", "--reward.functions", f"[{{name: http, options: {judge.options}}}]",
+            "--reward.max_failed_fraction", "1", "--reward.workers", "4", "--debug.save_rollouts",
+            str(tmp_path / "rollouts"),
+        )  # fmt: skip
+        succeed(flags, tmp_path / "log")
+        judge.shutdown()
     audit, rows = audit_run(tmp_path / "run"), steps_of(tmp_path / "run")
     masked = [row["ref_actor_rewards/failures_masked"] for row in rows]
     assert masked[0] == masked[2] == 0 < masked[1] and len(judge.refused) > 0
@@ -202,17 +170,6 @@ def test_a_run_through_an_outage_equals_one_without_its_samples(tiny: Tiny, tmp_
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     losses = [[row["train_actor_training/loss"] for row in steps_of(tmp_path / name)] for name in ("run", "other")]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.acceptance
-def test_resampled_groups_are_trained_once(tiny: Tiny, tmp_path: Path) -> None:
-    judge, _ = outage(tiny, tmp_path, "once", "resample")
-    audit = audit_run(tmp_path / "run")
-    assert not audit.problems and audit.trained == 3 * 8 and not audit.dropped
-    assert audit.failed.keys() == {"resampled: error"} and audit.failed["resampled: error"] >= len(judge.refused) > 0
-    trained = [row for step in range(1, 4) for row in load_trajectories(dump_path(tmp_path / "rollouts", step))]
-    assert sorted(row.sequence_id for row in trained) == sorted(f"{group}-{n}" for group in range(24) for n in range(4))
-    assert [row["ref_actor_rewards/failures_resampled"] for row in steps_of(tmp_path / "run")][1] > 0
 
 
 @pytest.fixture
@@ -258,17 +215,6 @@ def test_a_run_that_fails_keeps_a_checkpoint_written_in_the_background(tiny: Tin
     assert json.loads((checkpoints / "latest" / "state.json").read_text())["step"] == 2
     assert (checkpoints / "latest" / "trainer" / "checksums.json").is_file()
     assert not list(checkpoints.glob(".partial*"))
-
-
-def test_other_data_is_rejected_at_resume_before_anything_starts(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run", symlinks=True)
-    data = tmp_path / "sft.jsonl"
-    data.write_text((tiny.data / "sft.jsonl").read_text() + json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
-    flags = tiny.sft_flags(tmp_path / "run", "--steps", "3", "--data.train", str(data))
-    finished = run(flags, tmp_path / "log")
-    assert finished.code == 2
-    assert str(data) in one_sentence(finished) and "[data-changed]" in finished.stderr
-    assert "starting" not in finished.stderr
 
 
 def test_a_flipped_bit_is_rejected_at_resume_and_auto_resumes_from_the_previous_checkpoint(

@@ -10,6 +10,14 @@ from slime_like.config import ModelConfig
 from slime_like.errors import EngineError
 from slime_like.orchestration.run import engines
 from tests.support.rejections import Rejects
+from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
+
+
+def test_a_model_that_the_engine_cannot_update_is_rejected_before_it_starts(tmp_path: Path, rejects: Rejects) -> None:
+    model = ModelConfig(path=write_checkpoint(tmp_path, **EXPERTS))
+    with rejects(EngineError, "model-not-servable"):
+        engines.require_servable("vllm", model, on_cuda=False)
+    engines.require_servable("vllm", model, on_cuda=True)
 
 
 def test_an_engine_without_routes_is_named(monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:

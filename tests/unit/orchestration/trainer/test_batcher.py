@@ -157,15 +157,6 @@ def test_costs_of_shared_prefixes(tmp_path: Path) -> None:
     assert bundle.cost(batcher._costs) == pytest.approx(prompt + 3 * (whole - prompt))
 
 
-def test_streamed_groups_share_prefixes() -> None:
-    stream = WindowStream(sharing(100))
-    windows = [stream.add(group_of(group, 4, prompt=30, response=5)) for group in range(5)]
-    last, _ = stream.finish()
-    packs = [pack for window in [*windows, last] if window for replica in window for pack in replica]
-    assert [computed_tokens(pack) for pack in packs] == [100, 100, 50]
-    assert stream.tokens.computed == 250
-
-
 # ------------------------------------------------------------------------------------- windows while groups arrive
 BUDGET, GROUPS, SAMPLES = 40, 24, 4
 
@@ -222,16 +213,6 @@ def test_windows_add_up_to_the_batch(rows: str, replicas: int, pipeline: int, re
         )
 
 
-def test_remaining_sequences_are_carried_over() -> None:
-    """A micro-batch of 40 tokens has room for two sequences of 15."""
-    stream = WindowStream(batcher(1))
-    assert stream.add([trajectory(0, i, 5, 10) for i in range(2)]) is None
-    window = stream.add([trajectory(1, 0, 5, 10)])
-    assert window is not None and [pack.sequence_ids for pack in window[0]] == [["0-0", "0-1"]]
-    last, denominator = stream.finish()
-    assert [pack.sequence_ids for pack in last[0]] == [["1-0"]] and denominator == 3
-
-
 def test_held_groups_are_in_the_next_or_last_window() -> None:
     """Pairs fill a micro-batch of 40. If all groups are held, the last window is the whole batch."""
     stream, groups = WindowStream(batcher(1)), [[trajectory(group, i, 5, 10) for i in range(2)] for group in range(3)]
@@ -258,11 +239,6 @@ def test_a_replica_without_a_sequence_gets_a_filler() -> None:
     stream = WindowStream(batcher(2))
     assert stream.add([trajectory(0, 0, 5, 30)]) is None
     assert [[pack.is_filler for pack in replica] for replica in stream.finish()[0]] == [[False], [True]]
-
-
-def test_an_arriving_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
-    with rejects(DataError, "over-token-budget"):
-        WindowStream(batcher(1)).add([trajectory(0, 0, 11, 30)])
 
 
 # ------------------------------------------------------------------------------------- rollouts of several rows

@@ -1,5 +1,6 @@
-"""A rank's CUDA environment and its share of the node's cores."""
+"""A rank's port, CUDA environment, and share of the node's cores."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 
 from backends.common.process.rendezvous import share_of_cores
 from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
+from slime_like.orchestration.trainer import rank
 from slime_like.orchestration.trainer.rank import cuda_environment
+from tests.support.rejections import Rejects
 
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -37,3 +41,17 @@ def test_only_tensor_parallel_megatron_has_one_hardware_queue(
 def test_ranks_share_the_cores_of_their_node(on_node: int | None, cores: int, expected: int) -> None:
     """There are 32 ranks."""
     assert share_of_cores(RankPlacement(9, 32, 0, "10.0.0.1", 21_000, on_node), cores) == expected
+
+
+def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
+    monkeypatch.setattr(rank, "use_log", lambda _: None)
+    monkeypatch.setattr(rank, "node_address", lambda: "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        trainer: Any = {"rendezvous_port": port}
+        actor = rank.TrainerRank(RunConfig(run_dir=Path("run"), model={"path": "model"}, trainer=trainer), "trainer-0")
+        with rejects(TrainerError, "port-taken"):
+            actor.address()
+    assert actor.address() == ("127.0.0.1", port)

@@ -13,7 +13,6 @@ from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.run.directory import run_directory
-from slime_like.orchestration.trainer.batcher import window_tokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
@@ -81,11 +80,6 @@ def test_a_value_that_is_not_finite_is_rejected(value: float, rejects: Rejects) 
 
     with rejects(TrainerError, "not-finite"):
         Broken(trainer()).score([sequence(0, 4, 5)])
-
-
-def test_a_window_fills_every_pipeline() -> None:
-    assert window_tokens(trainer(100, data=3)) == 100 * 3 * 8
-    assert window_tokens(trainer(100, data=3, pipeline=4)) == 100 * 3 * 16
 
 
 def test_a_temporary_directory_stays_only_for_a_failure(tmp_path: Path) -> None:
