@@ -26,27 +26,21 @@ class ProbeGap:
     """Result of the probe.
 
     In float32, the largest difference counts. Rounding grows with depth and with the spread (standard deviation) of the
-    logprobs. The bound is 256 units of rounding (2^-23) times both, at least 1e-4. SmolLM2-135M (30 layers, spread 2.7)
-    in float32 differs by 2e-5 to 3e-4 from itself in float64, after small weight changes. With one tensor zeroed or
-    permuted, it differs by 0.6 to 18. Its bound is 2.5e-3.
+    logprobs. The bound is 256 units of rounding (2^-23) times both, at least 1e-4. For SmolLM2-135M (30 layers, spread
+    2.7), rounding was 2e-5 to 3e-4, one tensor zeroed or permuted 0.6 to 18, and the bound is 2.5e-3.
 
-    In bfloat16, the largest difference says little. A logit of 16 is rounded to eighths, and a trained model's logprob
-    of one random token in sixty may be off by 3 even if both sides are sound. Such tokens also dominate a mean. So the
-    median difference counts, as a share of the spread. For SmolLM2-135M in vLLM, before and after some training steps,
-    it was 0.018 to 0.022, with a largest difference of 0.3 to 3.6. With one of 25 matrices permuted, it was at least
-    0.13. The bound is five times the sound value.
+    In bfloat16, a trained model's logprob of one random token in sixty may be off by 3 even if both sides are sound. So
+    the median difference counts, as a share of the spread. For SmolLM2-135M in vLLM, it was 0.018 to 0.022; with one of
+    25 matrices permuted, at least 0.13. The bound is five times the sound value.
 
     A mixture of experts chooses other experts if its router's logits nearly tie. Large ones differ by 0.37 nats on
-    average (radixark/miles#2722), and logprobs of text have a spread of about 2, so the bound is 0.3. A tiny trained
-    one differs by 0.004 to 0.007 on text; with noise of 0.1 on its routers' weights, 0.09 to 0.16. Swapped queries and
-    keys give 0.55 to 1.1, keys and values 0.9 to 3.5, reordered heads 0.33 to 0.6. One of four layers missing gives
-    0.11 to 0.26, no more than such routers: only a later sync, compared with the first, reveals that.
+    average (radixark/miles#2722), and logprobs of text have a spread of about 2, so the bound is 0.3. Swapped or
+    reordered heads give 0.33 to 3.5. One of four layers missing gives 0.11 to 0.26: only a later sync, compared with
+    the first, reveals that.
 
-    With 8-bit weights, the trainer still scores the probe with its own, and the median counts in float32, too. Sound
-    medians, also if activations are rounded like in products on a GPU, are 0.03 to 0.04 of the spread for SmolLM2-135M
-    on text and 0.12 to 0.15 on random tokens, 0.06 to 0.09 for a tiny model, and 0.08 to 0.14 with experts. The bound
-    is twice the largest. If every matrix of SmolLM2-135M has scales that are ignored, transposed or those of other
-    blocks, the median is 1.6 to 6. One such matrix of 210 may be missed: it gives 0.03 to 17.
+    With 8-bit weights, which the trainer does not have, the median counts in float32, too. Sound medians were 0.03 to
+    0.15, and the bound is twice the largest. If every matrix has wrong scales, the median is 1.6 to 6. One such matrix
+    of 210 may be missed: it gives 0.03 to 17.
 
     Attributes:
         largest: largest difference of a token's logprob, in nats.

@@ -219,30 +219,22 @@ def _token_metrics(rollouts: Rollouts, tokens: PackTokens, step_s: float) -> dic
 
 
 class ScoringFailures:
-    """Counter of failures that reports only some steps, since an unreliable function fails in every step.
-
-    It reports the first, second, fourth, eighth and so on of the steps with failures, and steps with a new kind.
-    """
+    """Failures of a run. The first step with each kind is reported, and their number at the end: an unreliable function
+    fails in every step, and the metrics count that."""
 
     def __init__(self) -> None:
         self._all: list[Mapping[str, Any]] = []
         self._kinds = set[tuple[str, ...]]()
-        self._failed_steps = 0
         self._responses = 0
 
     def add(self, step: int, metadata: Sequence[Mapping[str, Any]]) -> str | None:
-        """Record a step with the metadata of all its responses. Return a note if one is due."""
+        """Record a step with the metadata of all its responses. Return a note if there is a new kind of failure."""
         failed = [entry for entry in metadata if "reason" in entry]
         self._responses += len(metadata)
-        if not failed:
-            return None
         self._all += [{name: entry[name] for name in ("reason", OUTCOME) if name in entry} for entry in failed]
-        self._failed_steps += 1
         failed.sort(key=lambda entry: _kind(entry) in self._kinds)  # the note quotes the first one
-        new = {_kind(entry) for entry in failed} - self._kinds
-        self._kinds |= new
-        is_power_of_two = self._failed_steps & (self._failed_steps - 1) == 0
-        if not (is_power_of_two or new):
+        known, self._kinds = self._kinds, self._kinds | {_kind(entry) for entry in failed}
+        if self._kinds == known:
             return None
         share = f"{len(failed)} of {pluralize(len(metadata), 'response')} ({failure_text(failed)})"
         return f"step {step}, reward: scoring failed for {share}; {by_outcome(failed)}"
@@ -251,11 +243,9 @@ class ScoringFailures:
         """Return a note about all recorded steps if any had a failure."""
         if not self._all:
             return None
-        share, reasons = (
-            f"{len(self._all)} of {pluralize(self._responses, 'response')}",
-            [e["reason"] for e in self._all],
-        )
-        return f"all steps: scoring failed for {share} ({by_reason(reasons)}); {by_outcome(self._all)}"
+        share = f"{len(self._all)} of {pluralize(self._responses, 'response')}"
+        reasons = by_reason([entry["reason"] for entry in self._all])
+        return f"all steps: scoring failed for {share} ({reasons}); {by_outcome(self._all)}"
 
 
 def by_outcome(failed: Sequence[Mapping[str, Any]]) -> str:
