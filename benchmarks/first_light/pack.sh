@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Packs what a GPU machine with torch and transformers, but no package index, needs for 1.sh to 4.sh: three archives, each below 50
-# MB, in build/first_light. The scripts unpack what they find there; N.sh needs 1.tar.xz to N.tar.xz. For Python 3.12 and Hopper GPUs.
+# Packs what a GPU machine with torch and transformers, but no package index, needs for run.sh: three archives, each below 50 MB, in
+# build/first_light. run.sh unpacks what it finds there. For Python 3.12 and Hopper GPUs.
 #   bash benchmarks/first_light/pack.sh [NUMBER...]      default: 1 2 3
-#   1.tar.xz  Ray without its Java part, Megatron-core, pydantic, math-verify, TRL, this project's entry points
+#   1.tar.xz  Ray without its Java part, Megatron-core, pydantic, math-verify, this project's entry points
 #   2.tar.xz  Python packages that vLLM imports
 #   3.tar.xz  vLLM for CUDA without what only other GPUs or quantized models use
 set -euo pipefail
@@ -13,8 +13,7 @@ trap 'rm -rf "$WORK"' EXIT
 python="$(find_python)"
 
 BASE=(ray megatron-core omegaconf plotly pydantic pydantic_core annotated-types typing-inspection typing_extensions jsonschema
-    jsonschema-specifications referencing rpds-py math-verify latex2sympy2_extended antlr4-python3-runtime trl datasets dill
-    multiprocess)
+    jsonschema-specifications referencing rpds-py math-verify latex2sympy2_extended antlr4-python3-runtime)
 # Versions are those of the CPU build, whose dependencies are the same; only this one is pinned otherwise for CUDA.
 TVM_FFI=apache-tvm-ffi==0.1.11
 ENGINE=(anthropic astor blake3 cachetools cbor2 cffi compressed-tensors cryptography depyf docstring_parser email-validator

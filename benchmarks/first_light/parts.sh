@@ -1,39 +1,50 @@
-# Sourced by 1.sh to 4.sh, after NUMBER and TOTAL (seconds): unpacks, runs parts one after another, prints their table.
+# Sourced by run.sh, after NUMBER and TOTAL (seconds): unpacks, runs parts one after another, prints their table.
+#   at CALL COMMAND...                  runs a command, one of these or another, in this call only
 #   part NAME SECONDS COMMAND...        runs a command within a time limit; a failure does not stop the others
 #   on_device NAME SECONDS COMMAND...   the same, skipped without a CUDA device
-#   finish                              prints the table; the exit code is 1 if a part failed
+#   meanwhile COMMAND...                runs a command next to the parts that follow
+#   again                               runs parts of all calls once more that failed or had no time, in their order
+#   finish                              ends what runs meanwhile, prints the table, and exits with 1 if a part failed
 # A command's lines "figures: ..." go into the table. Everything it prints is in $OUT/log.txt.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OUT="${OUT:-$PWD/build/first_light/$NUMBER}"
 export KEPT="${KEPT:-/tmp/slime-like-first-light}" # from one script to the next: packages, models, what failed
 SITE="$KEPT/site"
-mkdir -p "$OUT" "$SITE" "$KEPT/failed"
-LOG="$OUT/log.txt"
+mkdir -p "$OUT" "$SITE" "$KEPT"
+LOG="$OUT/log.txt" FAILED="$KEPT/failed"
 : >"$LOG"
+: >"$LOG.meanwhile"
+[ "$NUMBER" != 1 ] || : >"$FAILED"
 export PYTHONPATH="$PWD:$SITE" PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # A question for devices must not initialize CUDA: processes are forked afterwards.
 export PYTORCH_NVML_BASED_CUDA_CHECK=1
 # Every process is on this machine, so NCCL and gloo need no other address.
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo RAY_USAGE_STATS_ENABLED=0 RAY_DISABLE_IMPORT_WARNING=1
-export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
+export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=INFO # what it says of its memory
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-SHAPES=(4b 32b-tp8 1.7b moe) # a large model, a tensor-parallel shard, a small one, experts
+SHAPES=(4b 32b-tp8 0.6b moe) # a large model, a tensor-parallel shard, a small one, experts
 if [ "$GPUS" = 0 ]; then
     TOTAL=$((10 * TOTAL)) # a processor takes longer
     SHAPES=(tiny tiny tiny tiny-moe)
 elif [ "$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -1)" -lt 100000 ]; then
     SHAPES[0]=8b-l12
 fi
-for archive in build/first_light/[1-3].tar.xz; do
-    [ "$archive" -nt "$KEPT/${archive##*/}" ] || continue # unpacked before, or there is none
-    tar -C "$SITE" -xJf "$archive" && touch "$KEPT/${archive##*/}"
-done
+unpack() {
+    local archive
+    for archive in build/first_light/[1-3].tar.xz; do
+        [ "$archive" -nt "$KEPT/${archive##*/}" ] || continue # unpacked before, or there is none
+        tar -C "$SITE" -xJf "$archive" && touch "$KEPT/${archive##*/}"
+    done
+}
+[ "$NUMBER" = 2 ] || unpack
 
 ROWS=()
 BAD=0
 TRAIN=benchmarks/first_light/train.sh
 
-slug() { printf '%s' "$1" | tr -c 'a-zA-Z0-9' '-'; }
+at() { [ "$1" != "$NUMBER" ] || "${@:2}"; }
+
+meanwhile() { "$@" >>"$LOG.meanwhile" 2>&1 & }
 
 part() { # $1: name, $2: seconds, then the command
     local start=$SECONDS offset left=$((TOTAL - SECONDS)) limit=$2 code outcome found
@@ -42,7 +53,7 @@ part() { # $1: name, $2: seconds, then the command
     if [ "$limit" -lt 10 ]; then
         row "$1" "no time left" 0 ""
         remember "$@"
-        return
+        return 1
     fi
     printf '\n== %s, at most %s s: %s\n' "$1" "$limit" "${*:3}" >>"$LOG"
     offset=$(stat -c %s "$LOG")
@@ -57,24 +68,31 @@ part() { # $1: name, $2: seconds, then the command
         *) outcome="failed ($code)" ;;
     esac
     row "$1" "$outcome" "$((SECONDS - start))" "$(paste -sd';' <<<"$found" | sed 's/; */; /g')"
-    if [[ "$outcome" == passed || "$outcome" == skipped ]]; then rm -f "$KEPT/failed/$(slug "$1")"; else
-        BAD=1
-        remember "$@"
-        tail -n 12 "$LOG" >&2
-    fi
+    [[ "$outcome" == passed || "$outcome" == skipped ]] && return
+    BAD=1
+    remember "$@"
+    tail -n 12 "$LOG" >&2
+    return 1
 }
 
 on_device() {
     if [ "$GPUS" -gt 0 ]; then part "$@"; else row "$1" "skipped: no CUDA device" 0 ""; fi
 }
 
-remember() { # for 4.sh
-    { printf 'part'; printf ' %q' "$@"; echo; } >"$KEPT/failed/$(slug "$1")"
+remember() { printf '%q ' part "$@" >>"$FAILED" && echo >>"$FAILED"; }
+
+failed() { grep -qF "part $(printf '%q' "$1") " "$FAILED"; }
+
+again() {
+    local parts=()
+    mapfile -t parts <"$FAILED"
+    : >"$FAILED"
+    for each in "${parts[@]}"; do eval "$each"; done
 }
 
 row() {
     ROWS+=("| $1 | $2 | $3 | $4 |")
-    echo "$NUMBER.sh, $SECONDS s: $1: $2" >&2
+    echo "call $NUMBER, $SECONDS s: $1: $2" >&2
     table >"$OUT/table.md"
 }
 
@@ -91,6 +109,12 @@ end_leftovers() {
 }
 
 finish() {
+    while [ -n "$(jobs -r)" ] && [ "$SECONDS" -lt "$TOTAL" ]; do sleep 1; done
+    for job in $(jobs -rp); do
+        kill "$job"
+        BAD=1
+        row "what ran meanwhile" "no time left" 0 ""
+    done
     echo
     table
     exit "$BAD"

@@ -28,7 +28,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.checksums import tensor_checksums
 
-_REPEATS, _ROW_S, _KERNELS = 3, 150.0, 15
+_REPEATS, _ROW_S, _KERNELS = 3, 90.0, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +86,18 @@ def _cases(large: str, shard: str, small: str, moe: str) -> Iterator[_Case]:
     tokens, prompt = (8192, 4096) if torch.cuda.is_available() else (96, 64)
     full = partial(step_packs, tokens=tokens, count=2)
     yield _Case(large, "megatron", full, tokens, named="head as by default", afterwards=_profile_and_move)
-    yield _Case(large, "megatron", full, tokens, named="head 2,048", settings={"head_chunk_tokens": 2048})
     yield _Case(shard, "megatron", full, tokens)
+    yield _Case(moe, "megatron", full, tokens)
     yield _Case(small, "megatron", full, tokens)
     yield _Case(small, "fsdp", full, tokens)
-    yield _Case(small, "hf-padded", full, tokens)
-    yield _Case(large, "megatron", partial(pack_of_one, tokens=4 * tokens), 4 * tokens, "full", "one sequence")
     for shared in (False, True):
         group = partial(group_pack, prompt=prompt, response=prompt // 8, shared=shared)
         named = f"8 answers to {prompt:,} tokens, {'shared' if shared else 'copied'}"
         sharing = {"share_prefixes": "prompts" if shared else False}
         yield _Case(small, "megatron", group, 9 * prompt, "full", named, sharing)
-    yield _Case(moe, "megatron", full, tokens)
+    yield _Case(large, "megatron", partial(pack_of_one, tokens=4 * tokens), 4 * tokens, "full", "one sequence")
+    yield _Case(small, "hf-padded", full, tokens)
+    yield _Case(large, "megatron", full, tokens, named="head 2,048", settings={"head_chunk_tokens": 2048})
 
 
 def _row(case: _Case, models: Path, seconds: float) -> Row:
