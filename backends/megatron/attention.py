@@ -18,9 +18,9 @@ from slime_like.algorithms.context import Layout
 from slime_like.checks.packages import (
     attention_problems,
     has_transformer_engine,
-    kernel_choice_problems,
     missing_compiler,
     missing_flash_attention,
+    variables_against_megatron,
 )
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -74,7 +74,7 @@ def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) 
         problems.append("trainer.attention=transformer_engine does not support model.lora; use auto")
     return [
         *problems,
-        *kernel_choice_problems(os.environ),
+        *variables_against_megatron(os.environ),
         *missing_flash_attention(trainer, on_cuda),
         *missing_compiler(on_cuda),
     ]

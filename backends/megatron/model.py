@@ -27,6 +27,7 @@ from backends.megatron.head import LogprobModel, ScoredLayer
 from backends.megatron.norm import RMSNorm
 from backends.megatron.parallel import expert_tensor_size
 from slime_like.checks.layout import layers_per_stage
+from slime_like.checks.packages import has_transformer_engine, is_installed
 from slime_like.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
 from slime_like.plugins.options import load_option
@@ -51,6 +52,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
     return family.config(
         **(_architecture(dimensions) | family.settings(dimensions)),
         **_experts(trainer.parallel, dtype, dimensions, model.lora.rank or 0),
+        **_fusions(trainer, dimensions, torch.cuda.is_available()),
         **_parallelism(trainer.parallel, dtype),
         **_stages(trainer.parallel, dimensions),
         # ``block`` recomputes the first layers of every chunk, or all if it has fewer.
@@ -70,8 +72,6 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
         calculate_per_token_loss=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Megatron's layers need APEX for it; Transformer Engine's get it in ``_build``.
-        gradient_accumulation_fusion=False,
         # The fused kernels take angles. Ours takes cosines rounded to the model's type, like the tables of engines.
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -106,8 +106,7 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
 
 def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> dict[str, Any]:
     if dimensions.num_experts == 0:
-        # Pipelines with variable lengths require this dispatcher even for dense models.
-        return {"moe_token_dispatcher_type": "alltoall"}
+        return {}
     pattern = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
     grouped = dimensions.moe_groups > 1
     sigmoid = {  # the bias is not a setting: ``BalancedRouter`` holds it
@@ -126,10 +125,8 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         "moe_router_pre_softmax": not dimensions.moe_norm_topk_prob,
         # Ours is in router.py: Megatron's loss depends on how tokens are spread over micro-batches.
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
         # One product for all experts.
         "moe_grouped_gemm": can_be_grouped(parallel, dtype, dimensions, rank),
-        "moe_permute_fusion": False,  # ``Dispatcher`` permutes
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
@@ -137,6 +134,24 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         # A list, even of equal layers, would store every layer under a separate name.
         **({"moe_layer_freq": pattern} if dimensions.dense_layers else {}),
         **({} if not dimensions.moe_sigmoid else sigmoid),
+    }
+
+
+def _fusions(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> dict[str, Any]:
+    """Return the fused kernels that are installed, and not switched off."""
+
+    def use(name: str, installed: bool) -> bool:
+        return on_cuda and installed and getattr(trainer.fusion, name) == "auto"
+
+    exchanges = dimensions.num_experts > 0 and trainer.parallel.expert * expert_tensor_size(trainer.parallel) > 1
+    by_deep_ep = exchanges and use("moe_dispatch", is_installed("deep_ep"))
+    return {
+        # Pipelines with variable lengths require a dispatcher of these two even for dense models.
+        "moe_token_dispatcher_type": "flex" if by_deep_ep else "alltoall",
+        # Orders what other ranks sent; ``Dispatcher`` permutes what they get.
+        "moe_permute_fusion": use("moe_permute", has_transformer_engine()),
+        # For Megatron's layers; Transformer Engine's get it in ``_build``.
+        "gradient_accumulation_fusion": use("weight_gradients", is_installed("fused_weight_gradient_mlp_cuda")),
     }
 
 

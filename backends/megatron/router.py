@@ -91,6 +91,8 @@ class BalancedMoELayer(MoELayer):
     def __init__(self, *arguments: Any, pg_collection: Any = None, **options: Any) -> None:
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(*arguments, pg_collection=groups, **options)
+        if self.config.moe_token_dispatcher_type == "flex":  # DeepEP's, built by Megatron
+            return
         places = (self.num_local_experts, self.local_expert_indices)
         self.token_dispatcher = Dispatcher(*places, config=self.config, pg_collection=groups)
         self.token_dispatcher.serve(self.experts)

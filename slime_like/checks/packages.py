@@ -22,6 +22,9 @@ _SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's allocator. The first that is set applies."""
 
+FLASH_ATTENTION = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+"""Modules of FlashAttention 3 and 4."""
+
 _PACKAGES = {
     "transformer_engine": (
         "transformer_engine with transformer_engine_torch",
@@ -49,8 +52,18 @@ def attention_problems(trainer: TrainerConfig, model: ModelConfig) -> Iterator[s
         package, remedy = _PACKAGES[attention]
         if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):
             yield f"trainer.attention={attention} needs the package {package}; {remedy}, or use trainer.attention=auto"
+    kernels = trainer.attention_kernels
+    if kernels in FLASH_ATTENTION and not is_installed(FLASH_ATTENTION[kernels]):
+        remedy = "install FlashAttention's package, or use trainer.attention_kernels=torch"
+        yield f"trainer.attention_kernels={kernels} needs the module {FLASH_ATTENTION[kernels]}; {remedy}"
     if attention == "transformer_engine" and model.dtype == "float32":
         yield "trainer.attention=transformer_engine computes in bfloat16; set model.dtype=bfloat16, or use auto"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module exists, without importing more than the package around it."""
+    package = module.partition(".")[0]
+    return find_spec(package) is not None and (package == module or find_spec(module) is not None)
 
 
 def has_flash_attention_2() -> bool:
@@ -66,7 +79,7 @@ def missing_flash_attention(trainer: TrainerConfig, on_cuda: bool) -> Iterator[s
         yield f"trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA; {remedy}"
 
 
-def kernel_choice_problems(environment: Mapping[str, str]) -> Iterator[str]:
+def variables_against_megatron(environment: Mapping[str, str]) -> Iterator[str]:
     """Yield variables by which Transformer Engine's kernels are chosen. Megatron sets all of them to 1 for every model,
     and fails if one has another value."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

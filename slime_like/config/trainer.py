@@ -68,6 +68,17 @@ class FsdpConfig(Section):
     """Each rank keeps float32 gradients of the whole model, or only its shard."""
 
 
+class FusionConfig(Section):
+    """Fused kernels of other packages in the backend `megatron`. auto: on a GPU, if the package is installed."""
+
+    moe_dispatch: Literal["auto", "off"] = "auto"
+    """DeepEP's exchange of tokens between the ranks of experts."""
+    moe_permute: Literal["auto", "off"] = "auto"
+    """Transformer Engine's order of tokens by expert."""
+    weight_gradients: Literal["auto", "off"] = "auto"
+    """APEX's addition of weight gradients to their float32 sums."""
+
+
 class TrainerConfig(Section):
     """Trainer ranks."""
 
@@ -76,6 +87,7 @@ class TrainerConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     fsdp: FsdpConfig = FsdpConfig()
+    fusion: FusionConfig = FusionConfig()
     backend_args: dict[str, Any] = Field(default_factory=dict, description="Settings of a custom backend.")
     target_tokens_per_batch: int = Field(8192, ge=16)
     """Token budget of one packed micro-batch; every sequence must fit."""
@@ -84,6 +96,9 @@ class TrainerConfig(Section):
     balance: Literal["tokens", "flops"] = Field("tokens", description="Quantity balanced over data-parallel replicas.")
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
     """Attention and its context parallelism. auto: by machine and backend."""
+    attention_kernels: Literal["auto", "torch", "fa3", "fa4"] = "auto"
+    """Kernels of attention on a GPU, except Transformer Engine's: torch's FlashAttention 2, or FlashAttention 3 or 4.
+    auto: 3 on Hopper if it is installed, else torch's."""
     recompute: Literal["none", "full", "auto"] | int = "none"
     """Layers recomputed in backward. N: the first N of a stage or model chunk. auto: as few as fit."""
     activation_offload: bool = Field(False, description="Keep saved activations in host memory.")
@@ -108,7 +123,9 @@ class TrainerConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.backend == FSDP:
             yield from self._fsdp_conflicts()
-        elif self.backend == "megatron":
+        if self.backend != "megatron" and self.fusion.changed:
+            yield "fusion is set, but only trainer.backend=megatron uses it; remove it"
+        if self.backend == "megatron":
             if self.fsdp.changed:
                 yield "fsdp is set, but trainer.backend=megatron does not use it; set trainer.backend=fsdp"
             if self.optimizer.offload and not self.optimizer.distributed:

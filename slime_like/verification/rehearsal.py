@@ -233,6 +233,7 @@ def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:
     return {
         "parallel": _small_axes(trainer.parallel),
         "attention": "auto" if trainer.attention == "transformer_engine" else trainer.attention,
+        "attention_kernels": "auto",
         "target_tokens_per_batch": min(budget, trainer.target_tokens_per_batch),
         "head_chunk_tokens": None,
         "activation_offload": False,

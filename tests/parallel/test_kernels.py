@@ -2,11 +2,24 @@
 
 from importlib import invalidate_caches
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention import _fa3, list_flash_attention_impls
 
-from backends.common.attention.kernels import AttentionKernel, CpuFlash, CudaFlash, Pairing, Saved, Segments, kernel_for
+from backends.common.attention import kernels
+from backends.common.attention.kernels import (
+    AttentionKernel,
+    CpuFlash,
+    CudaFlash,
+    Pairing,
+    Saved,
+    Segments,
+    choose_flash_attention,
+    kernel_for,
+)
 from slime_like.checks.packages import has_flash_attention_2
 from tests.parallel.dense import assert_near, dense_results, segments_of
 from tests.parallel.ring_steps import ring_by_steps
@@ -55,6 +68,61 @@ def test_windows_end_at_the_last_key(
 def test_values_may_be_narrower_than_queries_and_keys() -> None:
     """As in latent attention; the kernel gets values padded with zeros."""
     _check(kernel_for("cpu"), 10, [7, 1, 12], groups=HEADS)
+
+
+def _fa3_pairing(cu_q: Tensor, cu_k: Tensor, scale: float, causal: bool, left: int, right: int) -> Pairing:
+    assert right == (-1 if left < 0 else 0)
+    return Pairing(Segments.of(cu_q), Segments.of(cu_k), causal, scale, None if left < 0 else left + 1)
+
+
+def _fa3_forward(*given: Any) -> tuple[Any, ...]:
+    """Have the arguments of FlashAttention 3's operator, as torch passes them."""
+    return *CpuFlash().forward(*given[:3], _fa3_pairing(*given[7:9], *given[23:27])), None, None
+
+
+def _fa3_backward(grad: Tensor, *given: Any) -> None:
+    found = CpuFlash().backward(grad, Saved(*given[:5]), _fa3_pairing(*given[8:10], *given[14:18]))
+    for gradient, out in zip(found, given[5:8], strict=True):
+        out.copy_(gradient)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "causal", "window"),
+    [([7, 1, 12], None, True, None), ([3, 5], [6, 10], False, None), ([4, 9], [9, 9], True, 6)],
+)
+def test_flash_attention_3_gets_its_arguments_through_torch(
+    q_lens: list[int], k_lens: list[int] | None, causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's adapter is real, and what it calls on CUDA is our kernel for the CPU."""
+    for name in ("_fa3_forward_support_error", "_fa3_backward_support_error"):
+        monkeypatch.setattr(_fa3, name, lambda *tensors: None)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", _fa3_forward)
+    monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", _fa3_backward)
+    adapters = _fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl
+    for direction, adapter in zip(("forward", "backward"), adapters, strict=True):
+        monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{direction}", adapter)
+    _check(CudaFlash(), WIDTH, q_lens, k_lens, causal, window=window)
+
+
+@pytest.mark.parametrize(
+    ("setting", "major", "installed", "expected"),
+    [
+        ("auto", 9, True, ["FA3"]),
+        ("auto", 9, False, []),
+        ("auto", 10, True, []),
+        ("torch", 9, True, []),
+        ("fa3", 9, True, ["FA3"]),
+        ("fa4", 10, True, ["FA4"]),
+    ],
+)
+def test_flash_attention_3_is_used_on_hopper(
+    setting: str, major: int, installed: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(kernels, "is_installed", lambda module: installed)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
+    choose_flash_attention(setting, (major, 0))
+    assert chosen == expected and set(chosen) <= set(list_flash_attention_impls())
 
 
 def test_cuda_kernel_reads_grouped_heads_in_place() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.attention.kernels import choose_flash_attention
 from backends.common.checkpoint.writing import RankWriting
 from backends.common.hugging_face.directory import to_checkpoint_layout
 from backends.common.process.agreement import rank_error
@@ -165,6 +166,7 @@ class TrainerBase(TrainerBackend):
             raise ConfigError(problems)
         if on_cuda:
             use_expandable_segments(mapped, os.environ)
+            choose_flash_attention(self.config.trainer.attention_kernels, torch.cuda.get_device_capability())
         prepare_processor(self.config.trainer, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path, self._role.head == "value")
         recurs = self.dimensions.attention.linear is not None

@@ -190,6 +190,8 @@ fields-conflict trainer.attention --trainer.backend fsdp --trainer.attention rin
 fields-conflict trainer.optimizer.distributed --trainer.backend fsdp --trainer.optimizer.distributed false
 fields-conflict trainer.activation_offload --trainer.backend fsdp --trainer.activation_offload true
 fields-conflict trainer.fsdp --trainer.fsdp.accumulate sharded
+fields-conflict trainer.fusion --trainer.backend fsdp --trainer.fusion.moe_permute off
+trainer.attention trainer.attention_kernels --trainer.attention_kernels fa3
 fields-conflict trainer.backend_args --trainer.backend_args.rank 8
 fields-conflict reward.functions --reward.functions '[{name: environment}]'
 fields-conflict reward.functions AGENT
