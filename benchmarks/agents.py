@@ -23,8 +23,8 @@ from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.interfaces import ConversationTask, GenerationRequest, SamplingParams
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import STEP_TIME, phase_seconds
 from slime_like.orchestration.rollout.agents import AgentRollouts

@@ -25,10 +25,10 @@ from typing import Any
 from benchmarks.report import heading, met, parser, publish, table
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 
 GOAL = 0.90

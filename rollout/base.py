@@ -10,13 +10,13 @@ from rollout.arguments import on_cpu
 from rollout.requests import StopTexts, check_request
 from rollout.weight_update import UpdateTarget, WeightUpdateState
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.process import EngineFaults, code_of, one_line
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.plugins.options import load_option
 from slime_like.weights.expected_tensors import expected_tensors
 

@@ -14,7 +14,7 @@ from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
 from slime_like.config.sections import DebugConfig, DistillationConfig, ModelConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
-from slime_like.data.tokenizer import load_tokenizer
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.observability.progress import Progress
 from slime_like.observability.tables import held_out_rows
 from slime_like.orchestration.cluster.bundles import pieces_of

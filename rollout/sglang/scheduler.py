@@ -36,10 +36,10 @@ from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
 from rollout.weight_update import take_factors
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import WeightSyncError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from slime_like.agents.calls import Call, CallRejected, Content, Text, pair_results, parse, server_sent, text_of, wishes
-from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.rendering import Message, ToolCall
 from slime_like.agents.turns import Turn
 
 _SIGNATURE = "policy"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
-from slime_like.agents.messages import TEXT, Message, Tool
+from slime_like.agents.rendering import TEXT, Message, Tool
 
 MODEL = "policy"
 """Model name that agents are given. Calls may use any other name."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from slime_like.agents.calls import Call, CallRejected, Content, describe_tool, pair_results, parse, text_of, wishes
-from slime_like.agents.messages import TEXT, Message, ToolCall
+from slime_like.agents.rendering import TEXT, Message, ToolCall
 from slime_like.agents.turns import Turn
 from slime_like.config.sections import TEMPLATE_INPUTS
 

@@ -4,6 +4,7 @@ A form is a response template of transformers. Reading is strict: if any call is
 stays text. Calls inside thinking are drafts.
 """
 
+import ast
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from slime_like.agents.messages import Message, Tool, ToolCall, python_calls, typed_arguments
-from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.rendering import ChatFormat, Message, Tool, ToolCall
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
 from slime_like.models.tokenization import TemplateFault, render_messages, special_token_pattern, without_stop
@@ -24,6 +24,16 @@ from slime_like.models.tokenization import TemplateFault, render_messages, speci
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
 _JOINED = {"repeats": True, "join": ""}
 _TEXT = {"content": "text", "content_args": {"strip": False}, **_JOINED}
 _OPENING_TOKENS = 64
@@ -148,7 +158,8 @@ class ResponseForm:
     def _read(self, prefix: str, text: str, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
         """Return content, thinking and calls. Raises ``ValueError`` if a call is cut off or does not parse."""
         masked, spec = self._masked(text), self._loaded.fields.get("tool_calls")
-        found = _parsed(self._loaded, prefix, masked)
+        as_text = spec is not None and spec.content in ("xml-inline", "kv-lines")
+        found = _parsed(self._loaded, prefix, masked, tools if as_text else ())
         content, thinking = found.get("content") or "", _thinking(found).replace(_CUT, "")
         if self._loaded.implicit is None and text.strip() and not (content or thinking or found.get("tool_calls")):
             raise ValueError("the form has no place for this text")
@@ -165,8 +176,7 @@ class ResponseForm:
         if any(mark is not None and mark.group().strip() for mark in marks):
             raise ValueError("a mark of a call is cut off, or is in an argument")
         given = given if isinstance(given, list) else [given]
-        as_text = spec.content in ("xml-inline", "kv-lines")
-        return content, thinking, [call for one in given for call in _calls(one, tools if as_text else None)]
+        return content, thinking, [call for one in given for call in _calls(one)]
 
     def _masked(self, text: str) -> str:
         """Insert a cut into quoted marks of thinking and into marks inside the JSON of calls. They end neither."""
@@ -276,11 +286,12 @@ def _load(template: Mapping[str, Any]) -> Any:
     return load_response_template(dict(template))
 
 
-def _parsed(loaded: Any, prefix: str, text: str) -> dict[str, Any]:
-    """Parse a turn. Raises ``ValueError`` if a call is cut off."""
+def _parsed(loaded: Any, prefix: str, text: str, tools: Sequence[Tool] = ()) -> dict[str, Any]:
+    """Parse a turn, whose calls have arguments as text if ``tools`` are given. Raises ``ValueError`` if one is cut
+    off."""
     from transformers.utils.chat_parsing import ResponseParser
 
-    parser = ResponseParser(loaded, prefix=prefix)
+    parser = ResponseParser(loaded, prefix=prefix, tools=list(map(_typed, tools)))
     parser.feed(text)
     found, last = parser.finalize()
     is_last = ("region_close", "tool_calls") in ((event["type"], event["field"]) for event in last)
@@ -289,19 +300,89 @@ def _parsed(loaded: Any, prefix: str, text: str) -> dict[str, Any]:
     return found
 
 
+def _typed(tool: Tool) -> dict[str, Any]:
+    """Describe a tool by the types of its parameters, to which transformers casts texts. Text that fits none stays."""
+    function = tool["function"]
+    root = function.get("parameters")
+    properties = root.get("properties") if isinstance(root, Mapping) else None
+    schemas = properties if isinstance(properties, Mapping) else {}
+    types = {key: {"type": _types(schema, root)} for key, schema in schemas.items()}
+    return {"function": {"name": function["name"], "parameters": {"properties": types}}}
+
+
+def _types(schema: Any, root: Any) -> list[str]:
+    """Return the types that a JSON schema in ``root`` allows. If it allows strings, only null is another reading."""
+    found = _allowed(schema, root)
+    if "string" in found:
+        found &= {"null"}
+    elif "integer" in found:
+        found |= {"number"}  # 5.0 is an integer, too
+    return [name for name in _TYPES.values() if name in found]
+
+
+def _allowed(schema: Any, root: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    if isinstance(place := schema.get("$ref"), str):
+        target = root
+        for name in place.removeprefix("#/").split("/"):
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return _allowed(target, root)
+    values = [*_listed(schema, "enum"), *([schema["const"]] if "const" in schema else [])]
+    found = {_TYPES.get(type(value), "string") for value in values}
+    found |= {kind for kind in _listed(schema, "type") if isinstance(kind, str)}
+    found |= {"null"} if schema.get("nullable") is True else set()  # OpenAPI's
+    for key in ("anyOf", "oneOf", "allOf"):
+        found = found.union(*(_allowed(each, root) for each in _listed(schema, key)))
+    return found
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key, [])
+    return value if isinstance(value, list) else [value]
+
+
 def _thinking(found: Mapping[str, Any]) -> str:
     return next((found[name] for name in _THOUGHTS if found.get(name)), "")
 
 
-def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
-    """Check one parsed call. With ``tools``, its arguments are text, to be typed. Raises ``ValueError``."""
+def _calls(found: Any) -> list[ToolCall]:
+    """Check one parsed call. Raises ``ValueError``."""
     function = found["function"]
     if isinstance(function, str):
-        return python_calls(function.replace(_CUT, ""))
+        return _python_calls(function.replace(_CUT, ""))
     name, arguments = function.get("name"), function.get("arguments")
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
-    typed = arguments if tools is None else typed_arguments(name, arguments, tools)
-    plain = json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")
+    plain = json.dumps(arguments, ensure_ascii=False, allow_nan=False).replace(_CUT, "")
     return [ToolCall(name, json.loads(plain.encode()))]  # rejects half of a surrogate pair
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+    """Parse calls with keyword arguments, ``[f(a=1), g()]``. Raises ``ValueError`` for anything else."""
+    try:
+        body: Any = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+        found = [_dashed(node) for node in body.elts]
+        calls = [ToolCall(name, {k.arg: ast.literal_eval(k.value) for k in c.keywords}) for name, c in found]
+        json.dumps([call.arguments for call in calls], ensure_ascii=False, allow_nan=False).encode()
+    except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a list of calls: {error}") from error
+    if not calls or any(one.args or any(k.arg is None for k in one.keywords) for _, one in found):
+        raise ValueError("not a list of calls with keyword arguments")
+    return calls
+
+
+def _dashed(node: Any) -> tuple[str, Any]:
+    """Return a call's name and the call. Python reads the dashes of a name as subtraction."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return ast.unparse(node.func), node
+    name, call = _dashed(node.right)
+    return f"{ast.unparse(node.left).replace(' - ', '-')}-{name}", call
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's constants, which templates write inside objects, by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node

@@ -20,8 +20,8 @@ from slime_like.agents.calls import (
     text_of,
     wishes,
 )
-from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.openai_protocol import ChatMessage, arguments, error_body
+from slime_like.agents.rendering import Message, Tool, ToolCall
 from slime_like.agents.turns import Turn
 
 __all__ = ["answer", "error_body", "events", "read_call", "waiting"]

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.agents.messages import Message, Tool
-from slime_like.agents.rendering import ChatFormat, Rendering
+from slime_like.agents.rendering import ChatFormat, Message, Rendering, Tool
 from slime_like.interfaces import Generation, PromptInput, Segment, Supports
 from slime_like.models.tokenization import EndlessRendering, TemplateFault
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
-from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
-from slime_like.data.rows import Row
+from slime_like.data.rows import Row, fitting_format, in_format
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
 from slime_like.errors import DataError
 from slime_like.interfaces.samples import PromptInput

@@ -19,12 +19,12 @@ from slime_like.config import ModelConfig, ParallelConfig, RolloutConfig, RunCon
 from slime_like.config.reading.load import save_config
 from slime_like.config.sections import FrozenModelConfig
 from slime_like.data.ledger import audit_run
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.models.tower import loading_options
 from slime_like.models.weight_files import header_shapes
 from slime_like.observability.metrics import METRICS_FILE, read_metrics

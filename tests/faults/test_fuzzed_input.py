@@ -36,8 +36,8 @@ from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.ledger import FILE_NAME, Ledger
 from slime_like.data.prompts import PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.models.converted import DESCRIPTION, write_description
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.run.directory import RunDirectory
 from tests.conftest import Tiny
 from tests.faults.quick import quick

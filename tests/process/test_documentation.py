@@ -23,8 +23,8 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.load import load_config
 from slime_like.data.prompts import PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.run.milestones import TrainSummary
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.commands.main import main
-from slime_like.data.task_library import task_rows
+from slime_like.commands.make import task_rows
 from slime_like.errors import ConfigError
 from slime_like.sandbox.rewards.answers import reasoning_gym as reward
 from tests.process.conftest import python

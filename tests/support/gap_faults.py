@@ -15,7 +15,6 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import (
     BucketMetadata,
@@ -26,6 +25,7 @@ from slime_like.interfaces import (
     WeightBucket,
     WeightExport,
 )
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.subject import DrivenEngine, ReferenceModel, start_engine

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import ray
 
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import (
@@ -26,6 +25,7 @@ from slime_like.interfaces import (
     UpdateReceipt,
 )
 from slime_like.interfaces.engine import WHOLE, EngineNode, load_engine
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.cluster.node import (
     node_address,
     require_own_devices,

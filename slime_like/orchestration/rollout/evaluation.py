@@ -9,8 +9,8 @@ from typing import Any
 from slime_like.agents.responses import require_calls
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
-from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.rows import held_out_settings
 from slime_like.observability.progress import Progress
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.rollout.engines import Engines

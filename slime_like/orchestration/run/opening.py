@@ -17,9 +17,9 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.token_rows import TokenBudget
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress

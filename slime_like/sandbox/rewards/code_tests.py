@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from slime_like.interfaces.user_code import RewardResult
 from slime_like.sandbox import confined
-from slime_like.sandbox.rewards.response_parts import after_thinking, last_block
+from slime_like.sandbox.rewards.answers import after_thinking, last_block
 
 _PYTHON = ("python", "py", "python3")
 _OUTPUT_BYTES = 1 << 20

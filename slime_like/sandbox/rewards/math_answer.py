@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from slime_like.interfaces.user_code import RewardResult
-from slime_like.sandbox.rewards.answers import any_answer
-from slime_like.sandbox.rewards.response_parts import after_thinking
+from slime_like.sandbox.rewards.answers import after_thinking, any_answer
 from slime_like.system.words import extract_boxed
 
 # Both functions would warn that their alarm is off. The pool bounds the time instead.

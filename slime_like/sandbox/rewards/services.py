@@ -14,7 +14,7 @@ import httpx
 
 from slime_like.interfaces.user_code import RewardResult
 from slime_like.plugins.resolve import causes
-from slime_like.sandbox.rewards.response_parts import after_thinking
+from slime_like.sandbox.rewards.answers import after_thinking
 from slime_like.system.network import is_credential
 
 _MAX_BYTES = 1 << 20

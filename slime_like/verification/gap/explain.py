@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slime_like.data.prompts import PromptSource
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.sync_probe import ROUTED_BOUND, ProbeGap
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.trajectory import ScoredTrajectory

@@ -11,8 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slime_like.agents.messages import Message, Tool
-from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.rendering import ChatFormat, Message, Tool
 from slime_like.agents.responses import response_form
 from slime_like.agents.turns import CallPrompt, TurnTree
 from slime_like.interfaces import Generation, Supports

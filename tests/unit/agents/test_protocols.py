@@ -11,8 +11,7 @@ import pytest
 
 from slime_like.agents import anthropic_protocol, openai_protocol, responses_protocol
 from slime_like.agents.calls import Call, CallRejected
-from slime_like.agents.messages import Message, ToolCall
-from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.rendering import ChatFormat, Message, ToolCall
 from slime_like.agents.responses import response_form
 from slime_like.agents.session import Session, SessionLimits
 from slime_like.agents.turns import CallPrompt, Turn

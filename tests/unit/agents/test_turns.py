@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.agents.calls import Call
-from slime_like.agents.messages import Message, ToolCall
-from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.rendering import ChatFormat, Message, ToolCall
 from slime_like.agents.responses import response_form
 from slime_like.agents.session import Session, SessionLimits
 from slime_like.agents.turns import TurnTree

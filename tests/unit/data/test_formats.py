@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slime_like.config import DataConfig, TrainerConfig
-from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.rows import held_out_settings
 from slime_like.data.token_rows import TokenRows
 from slime_like.errors import DataError
 from slime_like.system.words import extract_boxed

@@ -18,9 +18,9 @@ from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.prompts import PromptSource
 from slime_like.data.rows import Row
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, DataError
 from slime_like.examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer, make_tiny_model
+from slime_like.models.tokenization import load_tokenizer
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
 

@@ -5,9 +5,17 @@ import json
 import pytest
 
 from slime_like.interfaces.user_code import RewardResult
-from slime_like.sandbox.rewards.answers import exact_match, gsm8k, json_schema, multiple_choice
+from slime_like.sandbox.rewards.answers import (
+    after_thinking,
+    exact_match,
+    gsm8k,
+    json_schema,
+    last_block,
+    last_match,
+    multiple_choice,
+    without_opening,
+)
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
-from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match, without_opening
 from tests.support.rejections import Rejects
 
 # ----------------------------------------------------------------------------------------------------- text and numbers
