@@ -100,10 +100,6 @@ class ResponseForm:
         said = zip(given, texts[len(shared) :], strict=True)
         return [self._marked(opened[before] + text) for (before, _), text in said]
 
-    def mark_thinking(self, prompt: str, text: str) -> str:
-        """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
-        return self._marked(self._opened(prompt) + text)
-
     def _opened(self, prompt: str) -> str:
         """Return the part of a turn's thinking, with its mark, that the prompt has already written."""
         if self._thought is None:

@@ -58,14 +58,8 @@ def _as_message(step: Any) -> dict[str, Any]:
             raise TypeError(f"its {name} is {value!r}; give true or false")
     if not math.isfinite(step.reward):
         raise ValueError(f"its reward is {step.reward}; give a finite number")
-    return {
-        "state": step.state,
-        "observation": step.observation,
-        "done": bool(step.done),
-        "reward": float(step.reward),
-        "success": bool(step.success),
-        "metadata": dict(step.metadata),
-    }
+    plain = {"done": bool(step.done), "reward": float(step.reward), "success": bool(step.success)}
+    return {"state": step.state, "observation": step.observation, "metadata": dict(step.metadata), **plain}
 
 
 if __name__ == "__main__":

@@ -91,14 +91,13 @@ def serve(
     else:
         Thread(target=_watch_memory, args=(replies, used_bytes, used_bytes() + extra_bytes), daemon=True).start()
     _send(replies, {"ready": os.getpid(), **about})
-    while (request := decode(requests.readline())) is not None:
-        for item in request["items"]:
-            _limit_cpu(setup["timeout_s"])
-            try:
-                answer = handle(item)
-            except ItemFailed as failed:
-                answer = failed.answer
-            _send(replies, answer)
+    while (item := decode(requests.readline())) is not None:
+        _limit_cpu(setup["timeout_s"])
+        try:
+            answer = handle(item)
+        except ItemFailed as failed:
+            answer = failed.answer
+        _send(replies, answer)
     return 0
 
 

@@ -69,9 +69,8 @@ class SingleItems(WorkerPool):
             NoOutcome: this item failed.
             SlimeLikeError: the kind's error: all first items failed, or workers no longer start.
         """
-        answers: list[dict[str, Any]] = []
-        await self.ask([item], answers.append)
-        (answer,) = answers
+        answer = await self.ask(item)
+        assert answer is not None
         exhausted = self._budget.exhausted("reason" not in answer)
         if "reason" not in answer:
             return answer

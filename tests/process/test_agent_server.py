@@ -105,85 +105,88 @@ def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
+SAID = ("hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", "")
+TWICE = [said for said in SAID for _ in range(2)]
+ADDED = ("add", {"a": 1, "b": "\u00e9"})
+
+
 @bounded
-async def test_openai_streamed_equals_unstreamed(said: str) -> None:
+async def test_openai_streamed_equals_unstreamed() -> None:
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
-    async with endpoint(said, said) as here, here.openai() as client:
-        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["zz"]}
-        asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
-        whole = await client.chat.completions.create(**asked)
-        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
-        (first,), usage = whole.choices, chunks[-1].usage
-        parts = [choice for chunk in chunks for choice in chunk.choices]
-        assert [part.finish_reason for part in parts] == [None, first.finish_reason]
-        assert "".join(part.delta.content or "" for part in parts) == (first.message.content or "")
-        streamed = [(c.index, c.function) for part in parts for c in part.delta.tool_calls or ()]
-        calls = [call.function for call in first.message.tool_calls or () if call.type == "function"]
-        assert [(i, (c.name, c.arguments)) for i, c in enumerate(calls)] == [
-            (index, (f.name, f.arguments)) for index, f in streamed if f is not None
-        ]
-        expected = [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
-        assert whole.usage is not None and usage is not None and whole.usage == usage
-        assert whole.usage.prompt_tokens == len(here.model.asked[0].prompt.token_ids)
-        wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
-        assert first.finish_reason == wanted
-        wished: Any = {"temperature": "0.3", "tool_choice": "required"}
-        assert here.session.ignored == wished
+    asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["zz"]}
+    asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
+    async with endpoint(*TWICE, max_calls=10) as here, here.openai() as client:
+        for said in SAID:
+            whole = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+            (first,), usage = whole.choices, chunks[-1].usage
+            parts = [choice for chunk in chunks for choice in chunk.choices]
+            assert [part.finish_reason for part in parts] == [None, first.finish_reason]
+            assert "".join(part.delta.content or "" for part in parts) == (first.message.content or "")
+            streamed = [(c.index, c.function) for part in parts for c in part.delta.tool_calls or ()]
+            calls = [call.function for call in first.message.tool_calls or () if call.type == "function"]
+            assert [(i, (c.name, c.arguments)) for i, c in enumerate(calls)] == [
+                (index, (f.name, f.arguments)) for index, f in streamed if f is not None
+            ]
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == [ADDED] * said.count("<tool_call>")
+            assert whole.usage is not None and usage is not None and whole.usage == usage
+            assert whole.usage.prompt_tokens == len(here.model.asked[-1].prompt.token_ids)
+            wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
+            assert first.finish_reason == wanted
+        assert here.session.ignored == {"temperature": "0.3", "tool_choice": "required"}
         assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
 
-@pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off..."])
 @bounded
-async def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
-    async with endpoint(said, said) as here, here.anthropic() as client:
-        tools: Any = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
-        asked: Any = {"model": "any", "max_tokens": 9, "system": "be", "messages": [USER], "tools": tools}
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
-            streamed = await stream.get_final_message()
-        blocks = [
-            [(b.type, b.text if isinstance(b, TextBlock) else (b.name, b.input)) for b in message.content
-             if isinstance(b, TextBlock | ToolUseBlock)]
-            for message in (whole, streamed)
-        ]  # fmt: skip
-        assert blocks[0] == blocks[1]
-        assert [kind for kind, _ in blocks[0]].count("tool_use") == said.count("<tool_call>")
-        assert whole.stop_reason == streamed.stop_reason
-        wanted = "tool_use" if "<tool_call>" in said else "max_tokens" if said.endswith("...") else "end_turn"
-        assert whole.stop_reason == wanted
-        assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].prompt.token_ids)
-        assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
-        assert TOKENIZER.decode(here.model.asked[0].prompt.token_ids).startswith("add<system>be<user>hi")
+async def test_anthropic_streamed_equals_unstreamed() -> None:
+    tools: Any = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
+    asked: Any = {"model": "any", "max_tokens": 9, "system": "be", "messages": [USER], "tools": tools}
+    async with endpoint(*TWICE, max_calls=10) as here, here.anthropic() as client:
+        for said in SAID:
+            whole = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                streamed = await stream.get_final_message()
+            blocks = [
+                [(b.type, b.text if isinstance(b, TextBlock) else (b.name, b.input)) for b in message.content
+                 if isinstance(b, TextBlock | ToolUseBlock)]
+                for message in (whole, streamed)
+            ]  # fmt: skip
+            assert blocks[0] == blocks[1]
+            assert [each for kind, each in blocks[0] if kind == "tool_use"] == [ADDED] * said.count("<tool_call>")
+            wanted = "tool_use" if "<tool_call>" in said else "max_tokens" if said.endswith("...") else "end_turn"
+            assert whole.stop_reason == streamed.stop_reason == wanted
+            assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[-1].prompt.token_ids)
+            assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
+        assert TOKENIZER.decode(here.model.asked[-1].prompt.token_ids).startswith("add<system>be<user>hi")
 
 
-@pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
 @bounded
-async def test_responses_streamed_equals_unstreamed(said: str) -> None:
-    async with endpoint(said, said) as here, here.openai() as client:
-        tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS}, {"type": "web_search"}]
-        asked: Any = {"model": "any", "instructions": "be", "input": "hi", "tools": tools, "store": False}
-        whole = await client.responses.create(**asked, text={"format": {"type": "text"}})
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        for event in events:  # the client itself is lenient
-            TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(by_alias=True, warnings=False))
-        first, last = events[0], events[-1]
-        wanted = "incomplete" if said.endswith("...") else "completed"
-        assert (first.type, last.type) == ("response.created", f"response.{wanted}")
-        streamed: Any = last.response  # type: ignore[union-attr]
-        assert first.response.id == streamed.id and streamed.status == whole.status == wanted  # type: ignore[union-attr]
-        calls = [[(o.name, json.loads(o.arguments)) for o in r.output if o.type == "function_call"]
-                 for r in (whole, streamed)]  # fmt: skip
-        assert calls[0] == calls[1] == [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
-        assert whole.output_text == streamed.output_text == said.partition("<tool_call>")[0].strip().removesuffix("...")
-        deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-        assert deltas == whole.output_text
-        assert whole.usage == streamed.usage and whole.usage is not None
-        assert whole.usage.input_tokens == len(here.model.asked[0].prompt.token_ids)
-        assert TOKENIZER.decode(here.model.asked[0].prompt.token_ids).startswith("add<system>be<user>hi")
+async def test_responses_streamed_equals_unstreamed() -> None:
+    tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS}, {"type": "web_search"}]
+    asked: Any = {"model": "any", "instructions": "be", "input": "hi", "tools": tools, "store": False}
+    async with endpoint(*TWICE, max_calls=10) as here, here.openai() as client:
+        for said in SAID:
+            whole = await client.responses.create(**asked, text={"format": {"type": "text"}})
+            events = [event async for event in await client.responses.create(**asked, stream=True)]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            for event in events:  # the client itself is lenient
+                TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(by_alias=True, warnings=False))
+            first, last = events[0], events[-1]
+            wanted = "incomplete" if said.endswith("...") else "completed"
+            assert (first.type, last.type) == ("response.created", f"response.{wanted}")
+            streamed: Any = last.response  # type: ignore[union-attr]
+            assert first.response.id == streamed.id  # type: ignore[union-attr]
+            assert streamed.status == whole.status == wanted
+            for reply in (whole, streamed):
+                calls = [(o.name, json.loads(o.arguments)) for o in reply.output if o.type == "function_call"]
+                assert calls == [ADDED] * said.count("<tool_call>")
+                assert reply.output_text == said.partition("<tool_call>")[0].strip().removesuffix("...")
+            deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert deltas == whole.output_text
+            assert whole.usage == streamed.usage and whole.usage is not None
+            assert whole.usage.input_tokens == len(here.model.asked[-1].prompt.token_ids)
+        assert TOKENIZER.decode(here.model.asked[-1].prompt.token_ids).startswith("add<system>be<user>hi")
         assert here.session.ignored.keys() == {"hosted_tools", "text"}
 
 
@@ -386,11 +389,8 @@ async def test_tokens_are_counted_without_a_call_and_a_probe_needs_no_key() -> N
         assert (await probe.head(here.server.base_url)).status == 200
 
 
-@pytest.mark.parametrize("text", ["x" * 3_000_000, "<eos>" * 600_000], ids=["letters", "specials"])
 @bounded
-async def test_a_long_prompt_is_refused_early_and_holds_no_event_loop(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_prompt_is_refused_early_and_holds_no_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """``benchmarks/agent_load.py`` measures how long another session waits meanwhile."""
     seen: list[tuple[int, int]] = []
     usual = TOKENIZER.encode
@@ -401,15 +401,13 @@ async def test_a_long_prompt_is_refused_early_and_holds_no_event_loop(
 
     async with endpoint() as here, here.openai() as one, here.anthropic() as other:
         monkeypatch.setattr(TOKENIZER, "encode", encode)
-        long: Any = {"role": "user", "content": text}
-        call = one.chat.completions.create(model="m", messages=[long])
-        assert await rejected(call) == (400, "context_length_exceeded")
-        assert await rejected(other.messages.count_tokens(model="m", messages=[long])) == (
-            400,
-            "context_length_exceeded",
-        )
-    threads, lengths = zip(*seen, strict=True)
-    assert threading.get_ident() not in threads and sum(lengths) < 200_000
+        for text in ("x" * 3_000_000, "<eos>" * 600_000):
+            long: Any = {"model": "m", "messages": [{"role": "user", "content": text}]}
+            for call in (one.chat.completions.create(**long), other.messages.count_tokens(**long)):
+                assert await rejected(call) == (400, "context_length_exceeded")
+            threads, lengths = zip(*seen, strict=True)
+            assert threading.get_ident() not in threads and sum(lengths) < 200_000
+            seen.clear()
 
 
 @bounded

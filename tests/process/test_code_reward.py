@@ -70,34 +70,43 @@ def test_code(response: str, answer: str, right: bool) -> None:
     assert (result.reward, result.success) == (float(right), right)
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        "open('/etc/passwd').read()", "open({file!r}).read()", "open({file!r}, 'w')", "open({file!r} + '2', 'w')",
-        "os.listdir('/')", "os.unlink({file!r})", "os.rename({file!r}, {file!r} + '2')", "os.chmod({file!r}, 0o777)",
-        "os.truncate({file!r}, 0)", "os.symlink('/', {file!r} + '2')", "os.utime({file!r})", "os.mkdir({file!r} + '2')",
-        "socket.socket()", "socket.create_connection(('127.0.0.1', 9), 1)", "socket.socket(socket.AF_UNIX)",
-        "os.fork()", "subprocess.run(['/bin/true'])", "os.execv('/bin/true', ['true'])", "os.kill(os.getppid(), 9)",
-        "os.kill(os.getppid(), 19)", "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "os.setuid(65534)",
-        "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))", "open('/proc/self/environ').read()",
-        "open(f'/proc/{{os.getppid()}}/mem', 'rb')", "os.memfd_create('x')", "os.chdir('/etc') or open('passwd')",
-        "os.sched_setaffinity(os.getppid(), [0])", "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
-        "fcntl.fcntl(0, fcntl.F_SETSIG, 9)", "fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid()))",
-        "fcntl.fcntl(0, fcntl.F_NOTIFY, 2)", "fcntl.fcntl(0, fcntl.F_SETLEASE, 0)", "fcntl.lockf(1, fcntl.LOCK_EX)",
-        "fcntl.ioctl(0, 0x8901, struct.pack('i', os.getppid()))", "fcntl.ioctl(0, 0x5452, b'1234')",
-        "signal.pidfd_send_signal(0, 9)", "signal.pthread_kill(threading.get_ident(), 9)",
-    ],
-)  # fmt: skip
-def test_the_kernel_refuses_forbidden_acts(act: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The tests expect the exception, so code that could act would fail them."""
+_FORBIDDEN = [
+    "open('/etc/passwd').read()", "open(file).read()", "open(file, 'w')", "open(file + '2', 'w')", "os.listdir('/')",
+    "os.unlink(file)", "os.rename(file, file + '2')", "os.chmod(file, 0o777)", "os.truncate(file, 0)",
+    "os.symlink('/', file + '2')", "os.utime(file)", "os.mkdir(file + '2')", "socket.socket()",
+    "socket.create_connection(('127.0.0.1', 9), 1)", "socket.socket(socket.AF_UNIX)", "os.fork()",
+    "subprocess.run(['/bin/true'])", "os.execv('/bin/true', ['true'])", "os.kill(os.getppid(), 9)",
+    "os.kill(os.getppid(), 19)", "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "os.setuid(65534)",
+    "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))", "open('/proc/self/environ').read()",
+    "open(f'/proc/{os.getppid()}/mem', 'rb')", "os.memfd_create('x')", "os.chdir('/etc') or open('passwd')",
+    "os.sched_setaffinity(os.getppid(), [0])", "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "fcntl.fcntl(0, fcntl.F_SETSIG, 9)", "fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid()))",
+    "fcntl.fcntl(0, fcntl.F_NOTIFY, 2)", "fcntl.fcntl(0, fcntl.F_SETLEASE, 0)", "fcntl.lockf(1, fcntl.LOCK_EX)",
+    "fcntl.ioctl(0, 0x8901, struct.pack('i', os.getppid()))", "fcntl.ioctl(0, 0x5452, b'1234')",
+    "signal.pidfd_send_signal(0, 9)", "signal.pthread_kill(threading.get_ident(), 9)",
+]  # fmt: skip
+_TRY_ALL = """
+import fcntl, os, resource, signal, socket, struct, subprocess, threading
+def others(acts, file):
+    found = []
+    for act in acts:
+        try:
+            eval(act)
+        except PermissionError:
+            continue
+        except Exception as error:
+            act += f" raised {error!r}"
+        found.append(act)
+    return found
+"""
+
+
+def test_the_kernel_refuses_forbidden_acts(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("confined") / "file"
     file.write_text("secret")
     file.chmod(0o640)
     before = (file.stat().st_mode, file.stat().st_mtime_ns)
-    modules = "fcntl, os, resource, signal, socket, struct, subprocess, threading"
-    program = f"import {modules}\ndef f():\n    {act.format(file=str(file))}"
-    test = "try:\n    f()\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError('it could')"
-    result = code_tests("", _code(program), test)
+    result = code_tests("", _code(_TRY_ALL), f"found = others({_FORBIDDEN}, {str(file)!r})\nassert not found, found")
     assert result.success, result.metadata
     assert [path.name for path in file.parent.iterdir()] == ["file"] and file.read_text() == "secret"
     assert (file.stat().st_mode, file.stat().st_mtime_ns) == before
@@ -167,28 +176,12 @@ def test_partial_rewards_and_the_time_limit_of_all_tests() -> None:
     assert slow.reward == 0.0 and slow.metadata["reason"] == "timeout"
 
 
-ANSWERS = {
-    "code": "assert f(2) == 4",
-    "gsm8k": "2 + 2\n#### 4",
-    "multiple_choice": "B",
-    "json_schema": "{}",
-    "exact_match": "so",  # for which any text is an answer
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_included_rewards_look_at_the_first_row(name: str) -> None:
-    """``test_task_library.py`` has their rewards in workers."""
-    config = RewardConfig(functions=(RewardFunction(name=name),))
-    assert start_problems(config, 0, RewardItem("", "?", ANSWERS[name])) == []
-    problems = start_problems(config, 0, RewardItem("", "?", "no such thing ("))
-    begin = f"reward.functions.0.name={name} fails on the first row of the data"
-    assert [problem.startswith(begin) for problem in problems] == [True] * (name != "exact_match")
-
-
-def test_workers_run_code() -> None:
-    with closing(RewardPool(RewardConfig(functions=(RewardFunction(name="code"),)))) as pool:
-        (outcome,) = pool.score([RewardItem("", _code("def f(x): return 4"), ANSWERS["code"])])
+def test_workers_look_at_the_first_row_and_run_code() -> None:
+    config = RewardConfig(functions=(RewardFunction(name="code"),))
+    (problem,) = start_problems(config, 0, RewardItem("", "?", "no such thing ("))
+    assert problem.startswith("reward.functions.0.name=code fails on the first row of the data")
+    with closing(RewardPool(config)) as pool:
+        (outcome,) = pool.score([RewardItem("", _code("def f(x): return 4"), "assert f(2) == 4")])
     assert (outcome.rewards, outcome.successes) == ((1.0,), (1.0,)), outcome.metadata
 
 
@@ -215,7 +208,6 @@ def problems_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Problems:
     [
         ("def f(prompt, response, answer): return response == answer", []),
         ("def f(prompt, response, answer, row): return float(row['prompt'] in prompt)", []),
-        ("def f(prompt, response): ...", [""]),
         ("def f(prompt, response, answer): ...\nraise SystemExit('I will not')", [""]),
         ("def f(prompt, response, answer): import os; os._exit(3)", [""]),
         ("def f(prompt, response, answer): return 'right'", [""]),

@@ -164,28 +164,29 @@ def test_an_observation_is_cut_to_its_limit() -> None:
     assert talk_of(generation).metadata[0]["cut_tokens"] == 4
 
 
-@pytest.mark.parametrize(
-    ("word", "reason", "detail"),
-    [
-        ("hang", "timeout", ""),
-        ("die", "crash", ""),
-        ("fill", "memory", ""),
-        ("burn", "cpu", ""),
-        ("raise", "error", "LookupError: no such thing (FILE:24)"),
-        ("odd", "error", "TypeError: step returned a str; return a Step (FILE:14)"),
-    ],
-)
-def test_a_bad_step_ends_only_its_conversation(tmp_path: Path, word: str, reason: str, detail: str) -> None:
-    """Other conversations continue, even if they began on the worker that ended. A worker keeps no state."""
-    engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
-    good, bad, other = talk(engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
-    for generation in (good, other):
+BAD_STEPS = {
+    "hang": ("timeout", ""),
+    "die": ("crash", ""),
+    "fill": ("memory", ""),
+    "burn": ("cpu", ""),
+    "raise": ("error", "LookupError: no such thing (FILE:24)"),
+    "odd": ("error", "TypeError: step returned a str; return a Step (FILE:14)"),
+}
+
+
+def test_a_bad_step_ends_only_its_conversation(tmp_path: Path) -> None:
+    """Other conversations continue, even if they began on a worker that ended. A worker keeps no state."""
+    good = ["a", "b", "bye"]
+    engine = Engine(good, *(["a", word] for word in BAD_STEPS), good)
+    first, *bad, last = talk(engine, request(8), timeout_s=1.5, options={"reward": 0.5}, workers=2)
+    for generation in (first, last):
         assert (failure(generation), talk_of(generation).reward, generation.finish_reason) == (None, 1.5, "stop")
         assert all(1.5 <= step["cpu_left"] <= 3.5 for step in talk_of(generation).metadata)
-    assert failure(bad) == reason
-    told = (talk_of(bad).failure or {}).get("detail", "")
-    assert told == detail.replace("FILE", str(tmp_path / "parrots.py"))
-    assert talk_of(bad).turns == ((0, 2), (6, 6 + len(word) + 1))
+    for generation, (word, (reason, detail)) in zip(bad, BAD_STEPS.items(), strict=True):
+        assert failure(generation) == reason
+        told = (talk_of(generation).failure or {}).get("detail", "")
+        assert told == detail.replace("FILE", str(tmp_path / "parrots.py"))
+        assert talk_of(generation).turns == ((0, 2), (6, 6 + len(word) + 1))
 
 
 @pytest.mark.parametrize(

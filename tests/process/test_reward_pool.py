@@ -15,9 +15,9 @@ import uvloop
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
-from slime_like.sandbox import process
-from slime_like.sandbox.process import WorkerProcess
-from slime_like.sandbox.rewards import failures
+from slime_like.sandbox import pool as pools
+from slime_like.sandbox.pool import WorkerProcess
+from slime_like.sandbox.rewards import pool as rewards
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
 from tests.process.conftest import wait_until
@@ -68,23 +68,25 @@ def act(prompt, response, answer, *, log=None):
 IMPORTS = "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.user_code import RewardResult\n"
 
 Write = Callable[[str, str], Path]
-Config = Callable[..., RewardConfig]
 
 
-@pytest.fixture
-def user_config(user_module: Write) -> Config:
-    """A configuration with a custom reward function that misbehaves on demand."""
-    user_module("user_rewards", USER_MODULE)
-
-    def make(workers: int = 1, timeout_s: float = 2.0, **options: str) -> RewardConfig:
-        function = RewardFunction(name="user_rewards:act", options=options)
-        return RewardConfig(functions=(function,), workers=workers, timeout_s=timeout_s, memory_mb=512)
-
-    return make
+@pytest.fixture(scope="module", autouse=True)
+def user_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A custom reward function that misbehaves on demand, which workers can import."""
+    file = tmp_path_factory.mktemp("user") / "user_rewards.py"
+    file.write_text(USER_MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(file.parent))
+        yield file
 
 
-@pytest.fixture
-def pool(user_config: Config) -> Iterator[RewardPool]:
+def user_config(workers: int = 1, timeout_s: float = 2.0, **options: str) -> RewardConfig:
+    function = RewardFunction(name="user_rewards:act", options=options)
+    return RewardConfig(functions=(function,), workers=workers, timeout_s=timeout_s, memory_mb=512)
+
+
+@pytest.fixture(scope="module")
+def pool(user_file: Path) -> Iterator[RewardPool]:
     with closing(RewardPool(user_config())) as pool:
         yield pool
 
@@ -99,7 +101,7 @@ def items(*responses: str, answer: str = "46", prompt: str = "good") -> list[Rew
     return [RewardItem(prompt, response, answer) for response in responses]
 
 
-def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> None:
+def test_what_a_function_prints_is_kept(tmp_path: Path) -> None:
     """Output before a kill is kept, too. Workers that print nothing leave no file."""
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -110,9 +112,8 @@ def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> 
     assert kept.name == "reward-0.log" and kept.read_text().endswith("more noisethinking\n")
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_order_is_kept_over_many_chunks(user_config: Config, workers: int) -> None:
-    with closing(RewardPool(user_config(workers))) as pool:
+def test_order_is_kept_over_workers() -> None:
+    with closing(RewardPool(user_config(workers=3))) as pool:
         pool.start()
         responses = ["x" * (i % 131) for i in range(700)]
         outcomes = pool.score(items(*responses))
@@ -149,7 +150,7 @@ MISDEEDS = [
 
 @pytest.mark.parametrize(("response", "reason", "what", "line"), MISDEEDS, ids=[case[0] for case in MISDEEDS])
 def test_a_failure_costs_only_its_sample_and_names_function_error_and_line(
-    pool: RewardPool, tmp_path: Path, response: str, reason: str, what: str, line: str
+    pool: RewardPool, user_file: Path, response: str, reason: str, what: str, line: str
 ) -> None:
     pool.start()
     first = set(pool.process_ids)
@@ -164,7 +165,7 @@ def test_a_failure_costs_only_its_sample_and_names_function_error_and_line(
     assert pool.score(items("ee"))[0].rewards == (2.0,)
     if what:
         [number] = [n for n, text in enumerate(USER_MODULE.splitlines(), start=1) if line in text]
-        detail = f"{what} ({tmp_path}/user_rewards.py:{number})"
+        detail = f"{what} ({user_file}:{number})"
         assert outcomes[2].metadata == {"reason": "error", "function": "user_rewards:act", "detail": detail}
 
 
@@ -190,11 +191,7 @@ def test_a_function_that_always_fails_ends_the_run(pool: RewardPool, rejects: Re
     pool.score(batch[:4])
     with rejects(RewardError, "reward-function-fails"):
         pool.score(batch[4:])
-
-
-def test_a_function_that_always_ends_its_worker_ends_the_run(pool: RewardPool, rejects: Rejects) -> None:
-    with rejects(RewardError, "reward-function-fails"):
-        pool.score([RewardItem(str(i), "exit", "46") for i in range(8)])
+    assert pool.score(items("good one"))[0].rewards == (8.0,)
 
 
 def test_one_prompt_whose_responses_all_fail_does_not_end_the_run(pool: RewardPool) -> None:
@@ -207,18 +204,7 @@ def test_one_prompt_whose_responses_all_fail_does_not_end_the_run(pool: RewardPo
     pool.score(bad, ["bad"] * len(bad))
 
 
-def test_one_prompt_whose_responses_all_hang_does_not_end_the_run_after_an_answer(
-    user_config: Config, rejects: Rejects
-) -> None:
-    hanging = [RewardItem("bad", f"hang {i}", "46") for i in range(8)]
-    with closing(RewardPool(user_config(timeout_s=0.3))) as pool, rejects(RewardError, "reward-function-fails"):
-        pool.score(hanging, ["bad"] * 8)
-    with closing(RewardPool(user_config(timeout_s=0.3))) as pool:
-        assert pool.score(items("good one"))[0].rewards == (8.0,)
-        assert {outcome.metadata["reason"] for outcome in pool.score(hanging, ["bad"] * 8)} == {"timeout"}
-
-
-def test_equal_items_are_scored_once(user_config: Config, tmp_path: Path) -> None:
+def test_equal_items_are_scored_once(tmp_path: Path) -> None:
     """Custom functions may use the prompt, so equal responses to different prompts are different items."""
     log = tmp_path / "calls"
     with closing(RewardPool(user_config(log=str(log)))) as pool:
@@ -254,20 +240,10 @@ def test_hostile_answers_cost_their_own_samples(math_pool: RewardPool) -> None:
     assert outcomes[1 + list(HOSTILE).index("digits")].metadata["math_verify"]["cut_chars"] > 900_000
 
 
-def test_included_functions_that_hang_never_end_a_run() -> None:
-    """A policy may have learned to write many such responses."""
-    backtracks = RewardFunction(name="format", options={"pattern": "(a+)+b"})
-    with closing(RewardPool(RewardConfig(functions=(backtracks,), timeout_s=0.05))) as pool:
-        outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
-        assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
-        # With so short a limit, even a quick answer may be late on a busy machine.
-        wait_until(lambda: pool.score(items("aab"))[0].rewards == (1.0,))
-
-
 def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first may take the whole limit, the next a tenth, and the rest of the step is not scored."""
-    monkeypatch.setattr(failures, "_FULL_TIMEOUTS", 1)
-    monkeypatch.setattr(failures, "_MAX_TIMEOUTS", 2)
+    monkeypatch.setattr(rewards, "_FULL_TIMEOUTS", 1)
+    monkeypatch.setattr(rewards, "_MAX_TIMEOUTS", 2)
     towers = [rf"\boxed{{\{{{base}99999999!\}}}}" for base in range(2, 6)]  # a set of one number
     with closing(RewardPool(RewardConfig(timeout_s=3.0), step_responses=8)) as pool:
         pool.start()
@@ -300,9 +276,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_failure_is_not_an_answer(user_module: Write, url: str, name: str) -> None:
+def test_a_failure_is_not_an_answer(url: str, name: str) -> None:
     """A policy must not escape a bad reward by what it writes, nor be punished for an outage."""
-    user_module("user_rewards", USER_MODULE)
     functions = {
         "code": [RewardFunction(name="code", options={"timeout_s": 0.5, "memory_mb": 256})],
         "http": [RewardFunction(name="http", options={"url": url, "timeout_s": 0.5})],
@@ -336,7 +311,7 @@ def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_
     assert 2048 * 2**20 < int(line.split()[3]) < 4096 * 2**20
 
 
-def test_a_worker_that_died_idle_is_replaced(user_config: Config) -> None:
+def test_a_worker_that_died_idle_is_replaced() -> None:
     with closing(RewardPool(user_config(workers=2))) as pool:
         pool.start()
         victim = pool.process_ids[0]
@@ -373,7 +348,7 @@ def test_a_sample_is_scored_again_if_its_worker_is_stopped_or_killed(user_module
 def test_a_worker_that_is_killed_or_stopped_while_starting_is_started_again_within_a_bound(
     user_module: Write, tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch, sent: str
 ) -> None:
-    monkeypatch.setattr(process, "_LOOK_S", 0.5)
+    monkeypatch.setattr(pools, "_LOOK_S", 0.5)
     user_module(
         "dies",
         f"{IMPORTS}starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
@@ -390,7 +365,7 @@ def test_a_worker_that_is_killed_or_stopped_while_starting_is_started_again_with
     assert (tmp_path / "starts").stat().st_size == 3 + 3
 
 
-def test_close_ends_all_workers_even_if_one_hangs(user_config: Config, rejects: Rejects) -> None:
+def test_close_ends_all_workers_even_if_one_hangs(rejects: Rejects) -> None:
     pool = RewardPool(user_config(workers=2))
     pool.start()
     pids = pool.process_ids
@@ -414,8 +389,7 @@ pool.score([RewardItem("", "spin", ""), RewardItem("", "hang", "")])
 """
 
 
-def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample(user_module: Write) -> None:
-    user_module("user_rewards", USER_MODULE)
+def test_workers_die_with_their_parent_even_in_the_middle_of_a_sample() -> None:
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
@@ -467,7 +441,7 @@ def test_a_new_worker_gets_no_pipe_of_an_old_one(new_loop: Callable[[], asyncio.
             worker.end()
         new = [await ready() for _ in range(3)]
         for worker in new:
-            worker.send({"items": [{"prompt": "", "response": "", "answer": ""}]})
+            worker.send({"prompt": "", "response": "", "answer": ""})
             assert await worker.receive(30.0) == {"samples": []}
             worker.disconnect()
         await asyncio.gather(*(asyncio.to_thread(worker.end, 5.0) for worker in new))

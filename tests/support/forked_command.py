@@ -31,7 +31,7 @@ from ray._private.workers import setup_worker
 from ray._raylet import Config
 
 from slime_like.commands.main import main
-from slime_like.sandbox import process
+from slime_like.sandbox import pool
 from tests.support.forks import ANY_JOB, FIRST_JOB, clean_forks
 from tests.support.worker_shim import PR_SET_PDEATHSIG
 
@@ -222,7 +222,7 @@ def _start_reward_workers_by(shim: str) -> None:
     def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen([command[0], shim, *command[1:]], **options)
 
-    process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start})  # type: ignore[assignment]
+    pool.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": start})  # type: ignore[assignment]
 
 
 def _inherit(environment: dict[str, str], directory: str) -> None:

@@ -54,18 +54,19 @@ def without_opening(response: str, prompt: str) -> str:
 
 def after_thinking(response: str, prompt: str = "") -> str:
     """Return the text after the last ``</think>``, without unfinished thinking. Quoted tags are text."""
-    response = with_opening(response, prompt)
-    begin, end = _answer_span(response)
-    return response[begin:end]
+    return last_match(None, response, prompt) or ""
 
 
-def last_match(pattern: str, response: str, prompt: str = "") -> str | None:
+def last_match(pattern: str | None, response: str, prompt: str = "") -> str | None:
     """Return the last match of a regular expression, or its first group if it has one; ``None`` without a match.
 
-    A match inside the thinking does not count. A match that begins there counts if there is none after it.
+    A match inside the thinking does not count. A match that begins there counts if there is none after it. Without a
+    pattern, the text after the thinking matches.
     """
     response = with_opening(response, prompt)
     begin, end = _answer_span(response)
+    if pattern is None:
+        return response[begin:end]
     matches = list(re.finditer(pattern, response[begin:end]))
     if begin and not matches:
         matches = [match for match in re.finditer(pattern, response) if match.end() >= begin]
@@ -134,7 +135,7 @@ def exact_match(
         pattern: a regular expression, e.g. ``Answer: (.*)``. Its last match, or that match's first group, is compared.
         ignore_case: ignore case.
     """
-    found = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
+    found = last_match(pattern, response, prompt)
     if found is None:
         return RewardResult(0.0, False, {"reason": _NO_MATCH})
     given, wanted = (" ".join(text.split()) for text in (found, answer))
@@ -272,7 +273,7 @@ def reasoning_gym(
     except ValueError as error:
         problem = f"the answer {answer[:40]!r} is not from a row of `slime-like make-tasks` ({error})"
         raise ValueError(problem) from error
-    given = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
+    given = last_match(pattern, response, prompt)
     if given is None:
         return RewardResult(0.0, False, {"reason": _NO_MATCH})
     try:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from slime_like.agents.rendering import ChatFormat, Message, Tool
 from slime_like.agents.responses import response_form
 from slime_like.agents.turns import CallPrompt, TurnTree
 from slime_like.interfaces import Generation, Supports
+from tests.support.templates import tokenizer_of
 
-_SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<tool>", "<system>")
 _MERGES = [("a", "b"), ("ab", "c"), ("\u0120", "a"), ("\u010a", "\u010a"), ("<", "/"), ("t", "o"), ("to", "o")]
 
 _CALLS = (
@@ -56,16 +54,7 @@ _SAMPLED = (
 
 def tokenizer(template: str) -> Any:
     """Bytes with a few merges, so that one text has several token sequences."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merged = ["".join(pair) for pair in _MERGES]
-    vocab = {token: index for index, token in enumerate((*_SPECIAL, *alphabet, *merged))}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=list(_MERGES)))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(list(_SPECIAL))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", chat_template=template
-    )
+    return tokenizer_of(template, eos="<eos>", control=(), merges=_MERGES)
 
 
 @dataclass

@@ -104,6 +104,13 @@ def read(name: str, text: str, prompt: str = "", tools: list[Tool] = TOOLS) -> t
     return reply.content, reply.reasoning, [(one.name, one.arguments) for one in reply.tool_calls]
 
 
+def judged(name: str, prompt: str, text: str) -> str:
+    """Return the turn as rewards read it, without line breaks."""
+    form = form_of(name)
+    before, turn = (form.tokenizer.encode(part, add_special_tokens=False) for part in (prompt, text))
+    return form.decode_turns([(before, turn, ())])[0].replace("\n", "")
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_is_read_with_the_thinking_before_it(name: str) -> None:
     opened, closed, *_ = FORMS[name]
@@ -224,8 +231,7 @@ def test_a_quoted_mark_does_not_end_thinking(name: str) -> None:
     assert read(name, f"{opened}{draft}{closed}done") == ("done", draft, [])
     assert read(name, f"{opened}a{closed}`{closed}` ends it") == (f"`{closed}` ends it", "a", [])
     assert read(name, f'{opened}"yes"{closed}\n"no"') == ('"no"', '"yes"', [])
-    marked = form_of(name).mark_thinking("p", f"{opened}`{closed}` 5{closed}42")
-    assert marked.replace("\n", "") == f"<think>`{closed}` 5</think>42"
+    assert judged(name, "p", f"{opened}`{closed}` 5{closed}42") == f"<think>`{closed}` 5</think>42"
     quoting = ("zap", {"s": f'"{closed}"'})
     assert read(name, f"{opened}a{closed}{call(name, quoting[1])}") == ("", "a", [quoting])
 
@@ -244,11 +250,9 @@ def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
 def test_rewards_read_thinking_between_the_same_marks(name: str) -> None:
     opened, closed, *_ = FORMS[name]
     final = {"harmony": "<|channel|>final<|message|>42", "muse": " to=user<|message|>42"}.get(name, "42")
-    form = form_of(name)
-    assert form.mark_thinking("p", f"{opened}5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
-    assert form.mark_thinking(f"p{opened}", f"5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
-    assert form.mark_thinking("p", f"{opened}5?").replace("\n", "") == "<think>5?"
-    assert form.mark_thinking("p", final) == "42"
+    assert judged(name, "p", f"{opened}5?{closed}{final}") == "<think>5?</think>42"
+    assert judged(name, f"p{opened}", f"5?{closed}{final}") == "<think>5?</think>42"
+    assert (judged(name, "p", f"{opened}5?"), judged(name, "p", final)) == ("<think>5?", "42")
 
 
 @pytest.mark.parametrize("said", ["", "I look at it", "I listen to"])

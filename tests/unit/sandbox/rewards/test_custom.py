@@ -1,16 +1,20 @@
-"""Custom reward functions in a worker: usable ones, and rejection at the start or at a call."""
+"""Custom reward functions in a worker: usable ones, rejection at the start or at a call, and what they return."""
 
 import json
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from slime_like.config.rollout import RewardConfig, RewardFunction
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, RewardError
+from slime_like.interfaces.reward import RewardResult, as_result
 from slime_like.sandbox.rewards import math_answer
-from slime_like.sandbox.rewards.failures import FailureCounter
+from slime_like.sandbox.rewards.pool import FailureCounter
 from slime_like.sandbox.rewards.worker import _prepare
 from slime_like.sandbox.serving import Handler, ItemFailed
 from tests.support.rejections import Rejects
@@ -170,3 +174,55 @@ def test_responses_that_are_not_scored_are_what_the_ones_before_were(other: str,
         about = {"function": "judge"} if late else {"function": "math_verify", "fault": "response"}
         failures.record(hung, "", HUNG | about)
     assert {name: text for name, text in failures.refusal.items() if name == "fault"} == fault
+
+
+def test_responses_that_hang_end_the_run_unless_a_prompt_or_they_themselves_are_at_fault(rejects: Rejects) -> None:
+    def hang(failures: FailureCounter, prompts: str, **about: str) -> None:
+        hung = list[str | None]()
+        for prompt in prompts:
+            failures.record(hung, prompt, HUNG | about)
+
+    for prompts in ("abcdefgh", "a" * 8):
+        with rejects(RewardError, "reward-function-fails"):
+            hang(counter("judge", workers=1), prompts)
+    failures = counter("judge", workers=1)
+    failures.record([], "a", {"samples": []})
+    hang(failures, "a" * 8)  # other prompts had answers
+    with rejects(RewardError, "reward-function-fails"):
+        hang(failures, "abcdefgh")
+    hang(counter("format", workers=1), "abcdefgh", fault="response")
+
+
+@pytest.mark.parametrize(
+    ("returned", "result"),
+    [
+        (RewardResult(0.5, False), RewardResult(0.5, False)),
+        (1.0, RewardResult(1.0, True)),
+        (0, RewardResult(0.0, False)),
+        (-0.5, RewardResult(-0.5, False)),
+        (True, RewardResult(1.0, True)),
+        (np.float32(0.25), RewardResult(0.25, True)),
+        (torch.tensor(2.0), RewardResult(2.0, True)),
+        ((0.5, False), RewardResult(0.5, False)),
+        ({"score": 0.5}, RewardResult(0.5, True)),
+        ({"reward": -1, "success": True}, RewardResult(-1.0, True)),
+        (OrderedDict(reward=0.0, score=3, why="late"), RewardResult(0.0, False, {"score": 3, "why": "late"})),
+    ],
+    ids=str,
+)
+def test_a_result_in_any_form(returned: Any, result: RewardResult) -> None:
+    found = as_result(returned)
+    assert RewardResult(float(found.reward), bool(found.success), found.metadata) == result
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None, "1.0", b"1", [], [1.0], [0.0, 1.0], (1, 2, 3), {}, {"points": 1}, ("1", True), (1.0, None),
+        {"score": "1"}, {1}, [[1], 2],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_any_other_value_is_rejected(returned: Any) -> None:
+    with pytest.raises(TypeError):
+        as_result(returned)
