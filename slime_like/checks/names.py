@@ -20,9 +20,8 @@ from slime_like.config.reading.parts import read_part
 from slime_like.config.rollout import AGENT, ENVIRONMENT, NODE, RewardConfig
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import answer_text
-from slime_like.data.formats import in_format
 from slime_like.data.messages import read_messages, spells_messages
-from slime_like.data.rows import SUFFIXES, data_files, read_rows
+from slime_like.data.rows import SUFFIXES, data_files, in_format, read_rows
 from slime_like.errors import DataError
 from slime_like.interfaces.user_code import Task
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import anthropic
-import numpy as np
 import openai
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
@@ -26,10 +25,9 @@ from slime_like.agents.server import AgentServer
 from slime_like.agents.session import SampleCall, Session, SessionLimits
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation
-from tests.unit.agents.histories import PLAIN, tokenizer
+from tests.unit.agents.histories import PLAIN, generation, tokenizer
 
 TOKENIZER = tokenizer("{% if tools %}{{ tools[0].function.name }}{% endif %}" + PLAIN)
-EOS = TOKENIZER.eos_token_id
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = {"type": "json_object"}
@@ -39,11 +37,6 @@ USER: Any = {"role": "user", "content": "hi"}
 def ids(text: str) -> list[int]:
     tokens: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
     return tokens
-
-
-def made(text: str, reason: Any = "stop") -> Generation:
-    tokens = ids(text) + ([EOS] if reason == "stop" else [])
-    return Generation(np.array(tokens), np.full(len(tokens), -1.0, np.float32), np.zeros(len(tokens), np.int64), reason)
 
 
 @dataclass
@@ -65,7 +58,9 @@ class Model:
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-        return made(said.removesuffix("..."), "length" if said.endswith("...") else "stop")
+        if said.endswith("..."):
+            return generation(ids(said.removesuffix("...")), "length")
+        return generation([*ids(said), TOKENIZER.eos_token_id])
 
 
 @dataclass

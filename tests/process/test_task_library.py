@@ -16,14 +16,15 @@ from tests.support.rejections import Rejects
 library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not installed")
 
 
-def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.acceptance)])
+def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong(every: int) -> None:
     """Rows are read from JSON. Some tasks have no answer."""
     judged = 0
     for task in ("arc_agi", "rearc"):  # they compare with tuples, which JSON lacks
         with pytest.raises(ConfigError):
             next(task_rows(task, 2, seed=5))
     lenient = {"game_of_life_halting"}  # whatever is not "true" counts as "false"
-    for task in sorted(set(library.factory.DATASETS) - {"composite", "arc_agi", "rearc"})[::3]:
+    for task in sorted(set(library.factory.DATASETS) - {"composite", "arc_agi", "rearc"})[::every]:
         for row in map(json.dumps, task_rows(task, 2, seed=5)):
             answer = json.loads(row)["answer"]
             own = json.loads(answer)["answer"]
@@ -31,7 +32,7 @@ def test_tasks_judge_their_own_answers_as_right_and_nonsense_as_wrong() -> None:
             if own is not None:
                 judged += 1
                 assert reward("", f"First <answer>x</answer>.\n<answer> {own} </answer>", answer).success, task
-    assert judged > 60
+    assert judged > 120 / every
 
 
 FIRST_CALLS = """

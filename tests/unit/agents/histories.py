@@ -57,6 +57,11 @@ def tokenizer(template: str) -> Any:
     return tokenizer_of(template, eos="<eos>", control=(), merges=_MERGES)
 
 
+def generation(tokens: Sequence[int], reason: Any = "stop") -> Generation:
+    count = len(tokens)
+    return Generation(np.array(tokens), np.full(count, -1.0, np.float32), np.zeros(count, np.int64), reason)
+
+
 @dataclass
 class Model:
     """Samples any ids, and keeps what it was asked and what it sampled, as the engine's own account."""

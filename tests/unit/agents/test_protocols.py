@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from slime_like.agents import anthropic_protocol, openai_protocol, responses_protocol
@@ -16,7 +15,7 @@ from slime_like.agents.responses import response_form
 from slime_like.agents.session import Session, SessionLimits
 from slime_like.agents.turns import CallPrompt, Turn
 from slime_like.interfaces import Generation, PromptInput
-from tests.unit.agents.histories import PLAIN, tokenizer
+from tests.unit.agents.histories import PLAIN, generation, tokenizer
 
 USER: Any = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -43,15 +42,14 @@ def problem(read: Callable[..., Call], *messages: Any, **settings: Any) -> str:
 
 
 def turn(reply: Message) -> Turn:
-    generation = Generation(np.array([9]), np.zeros(1, np.float32), np.zeros(1, np.int64), "stop")
-    return Turn(CallPrompt(PromptInput([8]), "p", (), (), "p"), generation, [8, 9], "pq", (), (reply,))
+    return Turn(CallPrompt(PromptInput([8]), "p", (), (), "p"), generation([9]), [8, 9], "pq", (), (reply,))
 
 
 def ask(call: Call, template: str = PLAIN) -> Session:
     """Make a call of a model that says nothing."""
 
     async def sample(_: Any) -> Generation:
-        return turn(Message("assistant", "")).generation
+        return generation([9])
 
     async def run() -> Session:
         form = response_form(tokenizer(template), "none")

@@ -22,7 +22,7 @@ from slime_like.config.rollout import Untrained
 from slime_like.examples.tiny_model import SPECIAL_TOKENS
 from slime_like.interfaces import Generation
 from tests.support.properties import examples
-from tests.unit.agents.histories import PLAIN, TEMPLATES, TOOL, Rollout, random_rollout, tokenizer
+from tests.unit.agents.histories import PLAIN, TEMPLATES, TOOL, Rollout, generation, random_rollout, tokenizer
 
 TOKENIZER = tokenizer(PLAIN)
 
@@ -81,11 +81,6 @@ def user(text: str) -> Message:
 
 def said(text: str) -> Message:
     return Message("assistant", text)
-
-
-def generation(tokens: list[int]) -> Generation:
-    count = len(tokens)
-    return Generation(np.array(tokens), np.full(count, -1.0, np.float32), np.zeros(count, np.int64), "stop")
 
 
 def tree(template: str = PLAIN) -> TurnTree:
@@ -175,9 +170,7 @@ def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_th
     text = 'so</think><tool_call>{"name":"add","arguments":{}}</tool_call>'
     prompt = turns.prompt([user("a")], [TOOL])
     ids = [*made.encode(text, add_special_tokens=False), *made.encode(stop, add_special_tokens=False)]
-    sampled = Generation(
-        np.array(ids), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), "stop" if stop else "length"
-    )
+    sampled = generation(ids, "stop" if stop else "length")
     reply = form.message(prompt.text, text, [TOOL])
     assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("so", "", 1)
     turns.record(prompt, sampled, reply)
@@ -216,8 +209,7 @@ def test_a_special_token_that_ends_a_turn_as_text_stays_in_it() -> None:
 def test_a_history_is_compared_as_messages(answered: str) -> None:
     """A cut-off "a" is not the beginning of an edited "ab", although its ids are those of a beginning."""
     turns = tree()
-    cut = Generation(np.array(TOKENIZER.encode("a")), np.zeros(1, np.float32), np.zeros(1, np.int64), "length")
-    turns.record(turns.prompt([user("a")], []), cut, said("a"))
+    turns.record(turns.prompt([user("a")], []), generation(TOKENIZER.encode("a"), "length"), said("a"))
     assert turns.prompt([user("a"), said(answered), user("b")], []).parent is None
     assert turns.prompt([user("a"), said("a"), user("b")], []).parent is turns.turns[0]
 
@@ -280,8 +272,7 @@ async def rollout(template: str) -> Session:
     said: list[str] = []
 
     async def sample(_: Any) -> Generation:
-        tokens = [*TOKENIZER.encode(said.pop(), add_special_tokens=False), TOKENIZER.eos_token_id]
-        return Generation(np.array(tokens), np.full(len(tokens), -1.0), np.zeros(len(tokens), np.int64), "stop")
+        return generation([*TOKENIZER.encode(said.pop(), add_special_tokens=False), TOKENIZER.eos_token_id])
 
     form = response_form(tokenizer(template), "none")
     session = Session(ChatFormat(tokenizer(template)), sample, form, SessionLimits(99, 99, 9999))

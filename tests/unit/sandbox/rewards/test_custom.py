@@ -12,7 +12,7 @@ import torch
 
 from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.errors import ConfigError, RewardError
-from slime_like.interfaces.reward import RewardResult, as_result
+from slime_like.interfaces.user_code import RewardResult, as_result
 from slime_like.sandbox.rewards import math_answer
 from slime_like.sandbox.rewards.pool import FailureCounter
 from slime_like.sandbox.rewards.worker import _prepare
