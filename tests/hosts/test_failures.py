@@ -47,9 +47,8 @@ def ended(network: Network, tiny: Tiny) -> Ended:
 
 
 def _launcher(run: Running) -> psutil.Process:
-    """Return the process that runs the script: ``nsenter``'s child on a host."""
-    process = psutil.Process(run.process.pid)
-    return process.children()[0] if "nsenter" in process.name() else process
+    """Return the process that runs the script, the child of ``nsenter``."""
+    return psutil.Process(run.process.pid).children()[0]
 
 
 def test_a_node_that_is_interrupted_ends_the_others(ended: Ended, network: Network) -> None:

@@ -62,7 +62,7 @@ class Knocking:
 class Trained:
     runs: list[Running]
     codes: list[int]
-    knocking: Knocking | None
+    knocking: Knocking
     left: list[list[str]]
 
 
@@ -80,10 +80,8 @@ def trained(network: Network, tiny: Tiny) -> Trained:
     return Trained(runs, codes, knocking, [left_on(host) for host in network.nodes])
 
 
-def knock(network: Network) -> Knocking | None:
-    """Send requests from the outsider, if there is one."""
-    if network.outsider is None:
-        return None
+def knock(network: Network) -> Knocking:
+    """Send requests from the outsider."""
     listeners = network.nodes[0].listening()
     everywhere = [str(port) for address, port, _ in listeners if address == "*"]
     # gloo's ports need no key.
@@ -128,23 +126,17 @@ def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -
     assert trained.left == [[], []]
 
 
-@pytest.fixture
-def knocking(trained: Trained, network: Network) -> Knocking:
-    if trained.knocking is None:
-        pytest.skip(f"no outsider, since the nodes are loopback addresses: {network.why_loopback}")
-    return trained.knocking
-
-
-def test_only_ray_listens_beyond_the_clusters_interface(knocking: Knocking) -> None:
+def test_only_ray_listens_beyond_the_clusters_interface(trained: Trained) -> None:
     """Ray's servers can only listen on loopback or on every address."""
-    for address, port, who in knocking.listeners:
+    for address, port, who in trained.knocking.listeners:
         assert address in ("10.77.0.1", "127.0.0.1", "*"), (address, port, who)
         if address == "*":
             assert who.startswith(RAYS_OWN), (port, who)
 
 
-def test_a_stranger_who_is_routed_to_the_cluster_is_rejected(knocking: Knocking) -> None:
+def test_a_stranger_who_is_routed_to_the_cluster_is_rejected(trained: Trained) -> None:
     """Ray's servers ask for the key, and nothing else serves a request without it."""
+    knocking = trained.knocking
     everywhere = {str(port) for address, port, _ in knocking.listeners if address == "*"}
     assert len(everywhere) > 5 and str(PORT) in knocking.answers
     for port, answers in knocking.answers.items():
