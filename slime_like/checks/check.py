@@ -6,8 +6,17 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
-from slime_like.checks import engines, layout, model_directories, names, packages, run_files
-from slime_like.checks.definition import Check, Needs, training_needs
+from slime_like.checks import (
+    Check,
+    Needs,
+    engines,
+    layout,
+    model_directories,
+    names,
+    packages,
+    run_files,
+    training_needs,
+)
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, until_invalid

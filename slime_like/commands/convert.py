@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
-from slime_like.checks.definition import CONVERSION
+from slime_like.checks import CONVERSION
 from slime_like.checks.run_files import checkpoint_problem, directory_problem
 from slime_like.commands.command import (
     Command,

@@ -59,8 +59,8 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _problems(config: RunConfig) -> list[Problem]:
     """Return the problems that do not depend on this machine."""
+    from slime_like.checks import training_needs
     from slime_like.checks.check import check
-    from slime_like.checks.definition import training_needs
 
     return check(config, training_needs(config) - {"files", "code"})
 

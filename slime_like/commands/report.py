@@ -60,8 +60,8 @@ REPORT = Command(
 
 
 def _explain_gap(options: argparse.Namespace, flags: list[str]) -> int:
+    from slime_like.checks import training_needs
     from slime_like.checks.check import require_valid
-    from slime_like.checks.definition import training_needs
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.run.lock import RunLock

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime_like.checks.definition import EVALUATION, RANKS, loading_needs
+from slime_like.checks import EVALUATION, RANKS, loading_needs
 from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import (
     Command,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from slime_like.checks.definition import RANKS, Needs, loading_needs
+from slime_like.checks import RANKS, Needs, loading_needs
 from slime_like.commands.command import Command, flag_names, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config

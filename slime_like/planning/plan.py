@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
+from slime_like.checks import training_needs
 from slime_like.checks.check import check, check_settings
-from slime_like.checks.definition import training_needs
 from slime_like.checks.engines import chosen_transport
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import frozen_problems

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from slime_like.checks import training_needs
 from slime_like.checks.check import check_settings
-from slime_like.checks.definition import training_needs
 from slime_like.checks.engines import chosen_transport
 from slime_like.checks.layout import divisors, layers_per_stage, layout_problems
 from slime_like.config import ClusterConfig, ParallelConfig, RunConfig, TrainerConfig

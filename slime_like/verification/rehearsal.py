@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import transformers
 
+from slime_like.checks import training_needs
 from slime_like.checks.check import check_settings
-from slime_like.checks.definition import training_needs
 from slime_like.config import ModelConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from slime_like.config.reading.load import save_config
 from slime_like.config.sections import FrozenModelConfig

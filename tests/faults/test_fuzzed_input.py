@@ -29,8 +29,8 @@ import yaml
 
 from backends.common.checkpoint.integrity import ByteRange, Checksums
 from backends.common.checkpoint.reading import is_file_name
+from slime_like.checks import training_needs
 from slime_like.checks.check import require_valid
-from slime_like.checks.definition import training_needs
 from slime_like.commands import main as entry
 from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING
 
-from slime_like.checks import engines
+from slime_like.checks import CONVERSION, engines
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage, length_problems
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks import engines, packages
+from slime_like.checks import RANKS, engines, packages
 from slime_like.checks.check import CHECKS, check
-from slime_like.checks.definition import RANKS
 from slime_like.checks.names import reward_problems
 from slime_like.checks.packages import fla_problem, logging_problems, missing_compiler
 from slime_like.config import LoggingConfig, RunConfig

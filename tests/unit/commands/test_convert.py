@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime_like.checks import CONVERSION
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.definition import CONVERSION
 from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import find_weights
 from slime_like.commands.convert import size_in_bytes

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from slime_like.algorithms import build_loss
+from slime_like.checks import training_needs
 from slime_like.checks.check import check_settings
-from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import idle_gpu_problems
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig

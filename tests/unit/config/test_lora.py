@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from backends.common.hugging_face.directory import write_adapter_settings
+from slime_like.checks import EVALUATION
 from slime_like.checks.check import check, require_valid
-from slime_like.checks.definition import EVALUATION
 from slime_like.config import LoraConfig, RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError

@@ -12,7 +12,6 @@ import pytest
 
 from slime_like.observability.names import phase_shares
 from slime_like.observability.progress import Progress
-from slime_like.observability.timing import Waiting
 from tests.unit.observability.records import RL_METRICS, SFT_METRICS
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -110,16 +109,6 @@ def test_lines_of_waits() -> None:
         now.seconds += 9
         raise KeyError
     assert stream.getvalue().splitlines() == lines
-
-
-def test_descriptions_of_waits() -> None:
-    engines = Waiting("engines", 3)
-    engines.on_waiting(["engine 1 (vllm)", "engine 2 (vllm)"])
-    assert engines.under_way(35.4) == "engines: 1 of 3 ready, 35 s, waiting for engine 1 (vllm) and 1 more"
-    engines.on_waiting(["engine 2 (vllm)"])
-    assert engines.under_way(36) == "engines: 2 of 3 ready, 36 s, waiting for engine 2 (vllm)"
-    assert Waiting("sampling", 16, "group", lambda: 3).under_way(8) == "sampling: 3 of 16 groups, 8 s"
-    assert Waiting("training").under_way(2.6) == "training: 3 s"
 
 
 @pytest.mark.parametrize(("mode", "shown"), [("plain", True), ("auto", True), ("off", False)])
