@@ -327,12 +327,5 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
         """Number of prefix tokens that are not computed again."""
         return 0 if self.segment_lengths is None else self.actual_total_tokens - int(self.segment_lengths.sum())
 
-    @property
-    def attention_mask(self) -> Tensor:
-        """Dense block-diagonal causal mask, (T, T) bool, True where allowed. Takes O(T^2): for display and tests."""
-        position = torch.arange(self.packed_seq_len, device=self.tokens.device)
-        same_sequence = self.sequence_mask[:, None] == self.sequence_mask[None, :]
-        return same_sequence & (position[:, None] >= position[None, :])
-
 
 Trajectory = UnscoredTrajectory | ScoredTrajectory

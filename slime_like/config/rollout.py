@@ -156,13 +156,15 @@ class RolloutConfig(Section):
     oversample: float = Field(1.0, ge=1, description="Ratio of started to trained groups.")
     drop_zero_spread: bool = Field(False, description="Replace groups of equal rewards (DAPO's dynamic sampling).")
     max_drops_per_step: int = Field(1000, ge=1, description="Groups that a step may replace before the run fails.")
-    max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run.")
+    max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run, also over resumes.")
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0, description="Timeout of a start; none: 1200 on GPUs, else 300.")
-    request_timeout_s: float | None = Field(None, gt=0, description="Timeout; none: 0.2 per token, at least 600.")
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="Timeout, without weight updates; none: 0.2 per token, at least 600."
+    )
 
     @field_validator("engine_args")
     @classmethod

@@ -35,7 +35,7 @@ CRITIC = ["--algorithm.advantage", "gae", "--critic.placement"]
     ("engine", "victim", "who", "flags"),
     [
         ("transformers", ("ray::TrainerRank",), "trainer rank 0", GENERATION),
-        ("transformers", (), "critic rank 0", [*CRITIC, "separate"]),
+        pytest.param("transformers", (), "critic rank 0", [*CRITIC, "separate"], marks=ACCEPTANCE),
         pytest.param("transformers", (), "critic rank 0", [*CRITIC, "shared"], marks=ACCEPTANCE),
         # tests/engines covers each engine's report. The run handles all of them alike.
         pytest.param("transformers", ("ray::EngineActor",), "engine 0 (transformers)", GENERATION, marks=ACCEPTANCE),

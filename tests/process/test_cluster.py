@@ -100,9 +100,9 @@ def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Reje
                 assert placement.device == "CPU" and placement.num_nodes == 1
                 assert [placement.ranks_on_node(rank) for rank in range(3)] == [3, 3, 3]
                 assert [placement.ranks_on_node(0, worker) for worker in range(2)] == [2, 2]
-                strategies = [placement.trainer_options(rank)["scheduling_strategy"] for rank in range(3)]
+                strategies = [placement.rank_options(rank)["scheduling_strategy"] for rank in range(3)]
                 strategies.append(placement.engine_options(0)["scheduling_strategy"])
-                strategies += [placement.worker_options(i, 0)["scheduling_strategy"] for i in range(2)]
+                strategies += [placement.rank_options(0, i)["scheduling_strategy"] for i in range(2)]
                 assert [strategy.placement_group_bundle_index for strategy in strategies] == [0, 1, 2, 3, 4, 5]
         with rejects(SlimeLikeError, "too-few-devices"):
             Placement(larger).__enter__()

@@ -107,18 +107,15 @@ class Placement:
             return ranks
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
 
-    def trainer_options(self, rank: int, gpus: int = 1) -> dict[str, Any]:
-        """Return the Ray options of a trainer rank's actor. A rank with ``gpus`` 0 shares another rank's GPU."""
-        return self._in_bundle(self._order[rank], gpus)
+    def rank_options(self, rank: int, worker: int | None = None, gpus: int = 1) -> dict[str, Any]:
+        """Return the Ray options of the actor of a trainer rank, or of a worker's rank. A rank with ``gpus`` 0 shares
+        another rank's GPU."""
+        return self._in_bundle(self._order[rank] if worker is None else self._worker_bundle(worker, rank), gpus)
 
     def engine_options(self, engine: int, part: int = 0) -> dict[str, Any]:
         """Return the Ray options of an engine's actor on one of its nodes. A colocated engine owns no device: the
         caller names those of ``shared_ranks``."""
         return self._in_bundle(self._engine_bundle(engine, part), gpus=0 if self._shared else self._part)
-
-    def worker_options(self, worker: int, rank: int) -> dict[str, Any]:
-        """Return the Ray options of a worker's rank."""
-        return self._in_bundle(self._worker_bundle(worker, rank), gpus=1)
 
     def _engine_bundle(self, engine: int, part: int) -> int:
         separate = self._num_ranks + engine * self.engine_nodes + part

@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,32 +81,21 @@ class ModelRanks(ActorGroup):
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
         """Create the actors. They import in the background until ``setup`` waits for them."""
-        options = partial(self._placement.trainer_options, gpus=int(self._policy is None))
-        if self._worker is not None:
-            options = partial(self._placement.worker_options, self._worker)
         devices = [""] * len(self) if self._policy is None else self._policy.devices()
-        actor = ray.remote(TrainerRank)
         self.names = [f"{self.name} rank {rank}" for rank in range(len(self))]
-        self.actors = [
-            actor.options(**options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
-                self.config, self._log_name(rank), devices[rank]
+        log = self.name if self.role.trained else f"{self.role.name}-{self._worker}"
+        self.actors = []
+        for rank in range(len(self)):
+            cores = len(os.sched_getaffinity(0)) // self._placement.ranks_on_node(rank, self._worker)
+            # Torch reads this on import, and Ray would set one. A rank sets it again, based on its node's cores.
+            threads = self.config.trainer.cpu_threads or max(1, cores)
+            actor = ray.remote(TrainerRank).options(
+                **self._placement.rank_options(rank, self._worker, gpus=int(self._policy is None)),
+                max_restarts=0,
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
             )
-            for rank in range(len(self))
-        ]
-
-    def _log_name(self, rank: int) -> str:
-        if self.role.trained:
-            return f"{self.name}-{rank}"
-        return f"{self.role.name}-{self._worker}" + (f"-{rank}" if len(self) > 1 else "")
-
-    def _environment(self, rank: int) -> dict[str, dict[str, str]]:
-        """Return variables that torch reads on import. Ray would set one thread.
-
-        A rank sets torch's threads again, based on its node's cores.
-        """
-        cores = len(os.sched_getaffinity(0)) // self._placement.ranks_on_node(rank, self._worker)
-        threads = self.config.trainer.cpu_threads or max(1, cores)
-        return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+            role = f"{log}-{rank}" if self.role.trained or len(self) > 1 else log
+            self.actors.append(actor.remote(self.config, role, devices[rank]))
 
     def setup(
         self,

@@ -101,8 +101,7 @@ def test_padding_belongs_to_no_sequence() -> None:
     for name in ("targets", "loss_mask", "token_weights", "advantages", "response_lens", "cu_seqlens", "sequence_map"):
         assert torch.equal(getattr(plain, name), getattr(padded, name)), name
     total = plain.actual_total_tokens
-    assert torch.equal(padded.attention_mask[:total, :total], plain.attention_mask)
-    assert not padded.attention_mask[total:, :total].any() and not padded.attention_mask[:total, total:].any()
+    assert torch.equal(padded.sequence_mask[:total], plain.sequence_mask) and (padded.sequence_mask[total:] == -1).all()
     with pytest.raises(ValueError, match="not a token id; give one of the vocabulary"):
         pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
     pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without padding, and none needed
