@@ -16,37 +16,6 @@ from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 
-class RoleWeights:
-    """Weights directory that the training loop replaces and the workers' threads read. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest: Path | None = None
-        self._readers: Counter[Path | None] = Counter()
-
-    def use(self, weights: Path) -> None:
-        """Score with the weights in this directory, starting with the next request."""
-        with self._lock:
-            self._newest = weights
-
-    def in_use(self) -> set[Path]:
-        """Return the directories that a worker may be reading."""
-        with self._lock:
-            return {weights for weights, readers in self._readers.items() if readers and weights is not None}
-
-    @contextmanager
-    def reading(self) -> Iterator[Path | None]:
-        """Yield the weights to use, and mark them as in use inside; ``None`` until ``use`` is called."""
-        with self._lock:
-            weights = self._newest
-            self._readers[weights] += 1
-        try:
-            yield weights
-        finally:
-            with self._lock:
-                self._readers[weights] -= 1
-
-
 @dataclass(eq=False, slots=True)
 class _Job:
     group: RewardedGroup
@@ -66,7 +35,6 @@ class RoleQueue:
         source: the only source whose groups are scored; ``None``: all groups.
 
     Attributes:
-        weights: directory that the workers score with.
         restarts: number of restarts so far, also in the run's earlier starts.
         news: a sentence about every worker that left or returned.
     """
@@ -74,7 +42,6 @@ class RoleQueue:
     def __init__(self, role: str, request_tokens: int, max_restarts: int = 0, source: str | None = None) -> None:
         self.role = role
         self.source = source
-        self.weights = RoleWeights()
         self.news: list[str] = []
         self._request_tokens = request_tokens
         self._changed = threading.Condition()  # guards everything below
@@ -84,6 +51,8 @@ class RoleQueue:
         self._end: BaseException | None = None
         self._jobs: deque[_Job] = deque()
         self._work: list[tuple[float, int, int]] = []
+        self._weights: Path | None = None
+        self._readers: Counter[Path | None] = Counter()
 
     async def score(self, group: RewardedGroup) -> RewardedGroup:
         """Return the group with the role's scores.
@@ -103,6 +72,28 @@ class RoleQueue:
         with self._changed:
             self._workers += 1
         threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True).start()
+
+    def use(self, weights: Path) -> None:
+        """Score with the weights in this directory, starting with the next request."""
+        with self._changed:
+            self._weights = weights
+
+    def in_use(self) -> set[Path]:
+        """Return the directories that a worker may be reading."""
+        with self._changed:
+            return {weights for weights, readers in self._readers.items() if readers and weights is not None}
+
+    @contextmanager
+    def _reading(self) -> Iterator[Path | None]:
+        """Yield the weights to use, and mark them as in use inside; ``None`` until ``use`` is called."""
+        with self._changed:
+            weights = self._weights
+            self._readers[weights] += 1
+        try:
+            yield weights
+        finally:
+            with self._changed:
+                self._readers[weights] -= 1
 
     def take_work(self, total_s: float) -> dict[str, float]:
         """Return metrics of the work since the last call, ``total_s`` ago, with mean seconds over remaining workers."""
@@ -164,7 +155,7 @@ class RoleQueue:
 
     def _score(self, worker: ModelRanks, jobs: Sequence[_Job]) -> None:
         rows = [row for job in jobs for row in job.group.group.trajectories]
-        with self.weights.reading() as weights:
+        with self._reading() as weights:
             if weights is not None:
                 worker.use(weights)
         started = time.perf_counter()
@@ -182,7 +173,7 @@ class RoleQueue:
         """Restart a failed worker, as often as restarts are left. Return whether it works again."""
         while self._may_restart():
             try:
-                with self.weights.reading() as weights:
+                with self._reading() as weights:
                     worker.restart(weights)
                 self.news.append(f"{worker.name} was restarted")
                 return True

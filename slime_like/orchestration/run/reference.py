@@ -83,8 +83,8 @@ class Reference:
         if self._pool is None:
             self._policy.call("loading the reference weights", TrainerRank.load_weights, place, REFERENCE)
         else:
-            self._pool.weights.use(place)
-            kept |= self._pool.weights.in_use()
+            self._pool.use(place)
+            kept |= self._pool.in_use()
         self.step = step
         for other in self._root.glob("step-*"):
             if other not in kept:

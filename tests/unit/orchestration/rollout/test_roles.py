@@ -227,13 +227,13 @@ def test_requests_after_a_refresh_use_the_new_weights() -> None:
     queue = queue_of(worker, max_restarts=1)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
         if weights is not None:
-            queue.weights.use(weights)
+            queue.use(weights)
         worker.fails = number == 2
         queue.submit(group(number))
         check(queue.scored(), range(number, number + 1))
     assert worker.scored_with == [None, Path("step-2"), Path("step-4"), Path("step-4")]
-    assert queue.weights.in_use() == set()
-    with queue.weights.reading() as weights:
-        queue.weights.use(Path("step-6"))
-        assert weights == Path("step-4") and queue.weights.in_use() == {Path("step-4")}
+    assert queue.in_use() == set()
+    with queue._reading() as weights:
+        queue.use(Path("step-6"))
+        assert weights == Path("step-4") and queue.in_use() == {Path("step-4")}
     queue.close()

@@ -75,12 +75,12 @@ def test_workers_get_the_files_and_files_in_use_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, interval=1, has_workers=True)
     assert run.pool is not None
     run.step(1)
-    with run.pool.weights.reading() as reading:
+    with run.pool._reading() as reading:
         assert reading == tmp_path / REFERENCE / "step-000001"
         run.step(2)
         assert reading.is_dir()
     run.step(3)
-    with run.pool.weights.reading() as reading:
+    with run.pool._reading() as reading:
         assert reading == tmp_path / REFERENCE / "step-000003"
     assert sorted(path.name for path in (tmp_path / REFERENCE).iterdir()) == ["step-000003"]
     assert run.trainers.reference == 0
