@@ -292,22 +292,20 @@ def _is_of(row: Row, name: str) -> bool:
     return True
 
 
-def _final_number(row: Row) -> Any:
-    _, mark, answer = str(_value(row, "answer")).rpartition("####")
-    if not mark:
-        raise _unfit(row, "`answer` has no '####'")
-    return answer.strip().replace(",", "")
+def _after_marks(row: Row) -> str | None:
+    _, marks, answer = str(row.get("answer")).rpartition("####")
+    return answer.replace(",", "").strip() if marks else None
 
 
 def _own_or_boxed(row: Row) -> Any:
     answer = row.get("answer")
-    return extract_boxed(str(_value(row, "solution"))) if _is_blank(answer) else answer
+    return answer if answer is not None and str(answer).strip() else extract_boxed(str(row.get("solution")))
 
 
 _FORMATS: Mapping[str, tuple[str, Callable[[Row], Any]]] = {
-    "gsm8k": ("question", _final_number),
-    "dapo": ("prompt", lambda row: _value(row, "reward_model.ground_truth")),
-    "openr1": ("problem", lambda row: _value(row, "answer")),
+    "gsm8k": ("question", _after_marks),
+    "dapo": ("prompt", lambda row: row.get("reward_model.ground_truth")),
+    "openr1": ("problem", lambda row: row.get("answer")),
     "math": ("problem", _own_or_boxed),
 }
 """Key of the prompt, and function that returns the answer. More specific formats come first: a row with a `problem` and
@@ -316,21 +314,9 @@ an `answer` fits the last two."""
 
 def _extract(row: Row, name: str) -> tuple[Any, Any]:
     key, answer_of = _FORMATS[name]
-    prompt, answer = _value(row, key), answer_of(row)
-    if _is_blank(answer):
-        raise row.fault("not-in-format", f"has no answer in the format {name}", "add the answer, or remove the row")
+    prompt, answer = row.get(key), answer_of(row)
+    if prompt is None or answer is None or not str(answer).strip():
+        what = f"no {key!r}" if prompt is None else "no answer"
+        remedy = "set data.format to the file's format, name the keys instead, or remove the row"
+        raise row.fault("not-in-format", f"has {what} in the format {name}", remedy)
     return prompt, answer
-
-
-def _is_blank(answer: Any) -> bool:
-    return answer is None or (isinstance(answer, str) and not answer.strip())
-
-
-def _value(row: Row, key: str) -> Any:
-    if (value := row.get(key)) is None:
-        raise _unfit(row, f"has no {key!r}")
-    return value
-
-
-def _unfit(row: Row, problem: str) -> DataError:
-    return row.fault("not-in-format", problem, "set data.format to the file's format, or name the keys instead")

@@ -414,15 +414,6 @@ def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_respons
     assert found == ("reward-function-fails", "check the service, or reward.functions")
 
 
-def test_a_failure_of_a_service_costs_one_sample(url: str) -> None:
-    with closing(service_pool(url=url)) as pool:
-        outcomes = pool.score(items("plain", "busy", "failed"))
-        others = pool.score([RewardItem(prompt, "r", "a") for prompt in ("one", "two")])
-    assert [outcome.rewards for outcome in outcomes] == [(0.5,), (0.0,), (2.0,)]
-    assert outcomes[1].metadata["reason"] == "error" and "503" in outcomes[1].metadata["detail"]
-    assert [outcome.metadata["http"]["seen"]["prompt"] for outcome in others] == ["one", "two"]
-
-
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_a_new_worker_gets_no_pipe_of_an_old_one(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Two workers end before the loop has closed their pipes. Ray's actors use uvloop."""
