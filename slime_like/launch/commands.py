@@ -185,13 +185,11 @@ def run_plan(options: LaunchOptions, run_dir: Path, environment: Mapping[str, st
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     verdict = run_command(plan_arguments(options, run_dir), environment, options.stop_s)
-    return RunVerdict(verdict.code, f"slime-like plan: {why_it_does_not_fit(path)}") if path.is_file() else verdict
-
-
-def why_it_does_not_fit(output: Path) -> str:
-    """Return the problems of a plan that was written to ``output``, as one sentence."""
-    problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
-    return "; ".join(problems) or "it needs more memory than a GPU has; see its table on node 0"
+    if not path.is_file():
+        return verdict
+    problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
+    cause = "; ".join(problems) or "it needs more memory than a GPU has; see its table on node 0"
+    return RunVerdict(verdict.code, f"slime-like plan: {cause}")
 
 
 def _plan_path(run_dir: Path) -> Path:

@@ -174,9 +174,12 @@ def read_lines(path: Path, newest: int | None = None) -> Iterator[tuple[int, dic
     """
     lines = _lines(path) if newest is None else deque(_lines(path), maxlen=newest)
     for number, line in lines:
-        record = _read_object(line, f"{path}:{number}")
-        if record is not None:
+        record = _parse_object(line)
+        if record is not None and isinstance(record.get("step"), int):
             yield number, record
+        elif line.endswith(b"\n"):  # otherwise it is still being written
+            problem, remedy = "the line is not a JSON object with a step", "restore or remove the file"
+            raise DataError(problem, code="damaged-line", who=f"{path}:{number}", remedy=remedy)
 
 
 def open_for_append(path: Path) -> FileIO:
@@ -217,17 +220,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
             if not line.endswith(b"\n"):  # its writer may append the rest, which must not be read as another line
                 return
-
-
-def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
-    """Return the object, or ``None`` if the line is still being written."""
-    record = _parse_object(line)
-    if record is not None and isinstance(record.get("step"), int):
-        return record
-    if line.endswith(b"\n"):
-        problem, remedy = "the line is not a JSON object with a step", "restore or remove the file"
-        raise DataError(problem, code="damaged-line", who=where, remedy=remedy)
-    return None
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from slime_like.observability.metrics import current_records, running_mean, smoothing_window
 from slime_like.observability.names import (
@@ -20,6 +20,7 @@ from slime_like.observability.report.data import RunData
 from slime_like.observability.timing import ORCHESTRATION, PHASES
 
 _COLORS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
+_MARK = {"yref": "paper", "y0": 0, "y1": 0.08, "line": {"color": "#d55e00"}}
 _CUT_AT_MEDIANS = 3.0
 """Bars are drawn up to this many medians. The first steps, which compile and warm up, would flatten the rest."""
 
@@ -40,44 +41,13 @@ class PanelSpec:
     dots: bool = False
 
 
-class Line(NamedTuple):
-    """One curve: values at ascending steps."""
-
-    label: str
-    steps: Sequence[int]
-    values: Sequence[float]
-    color: str
-    faint: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel with its data. ``steps`` are the run's first and last, so all panels have the same axis."""
+    """A panel, with traces and layout for ``Plotly.newPlot``. Marks on the axis show values that are not finite."""
 
     spec: PanelSpec
-    lines: list[Line]
+    figure: dict[str, Any]
     non_finite_steps: list[int]
-    steps: tuple[int, int]
-
-    def figure(self) -> dict[str, Any]:
-        """Return traces and layout for ``Plotly.newPlot``. Marks on the axis show values that are not finite."""
-        traces = [
-            {
-                "x": line.steps,
-                "y": [float(f"{value:.6g}") for value in line.values],
-                "name": escape(line.label),  # plotly interprets markup
-                "mode": "lines+markers" if self.spec.dots or len(line.values) == 1 else "lines",
-                "opacity": 0.4 if line.faint else 1.0,
-                "line": {"color": line.color},
-            }
-            for line in self.lines
-        ]
-        marks = [
-            {"type": "line", "x0": step, "x1": step, "yref": "paper", "y0": 0, "y1": 0.08, "line": {"color": "#d55e00"}}
-            for step in self.non_finite_steps
-        ]
-        first, last = self.steps
-        return {"data": traces, "layout": {"shapes": marks, "xaxis": {"range": [first - 0.5, last + 0.5]}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +125,34 @@ def panels(run: RunData) -> list[Panel]:
         specs.insert(1, PanelSpec("Reward functions", "Mean of each function, unweighted.", functions))
     for spec in specs:
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
-        lines: list[Line] = []
+        traces: list[dict[str, Any]] = []
         for (name, label), color in zip(spec.metrics, _COLORS * len(spec.metrics), strict=False):
             at, values = run.series(name)
             if values:
-                lines.append(Line(label, at, values, color, faint=spec.smooth))
+                traces.append(_trace(spec, label, at, values, color, 0.4 if spec.smooth else 1.0))
             if values and spec.smooth:
                 window = smoothing_window(len(values))
-                lines.append(Line(f"running mean over {window} steps", at, running_mean(values, window), color))
-        if bad or lines:
-            drawn.append(Panel(spec, lines, bad, (min(steps), max(steps))))
+                label = f"running mean over {window} steps"
+                traces.append(_trace(spec, label, at, running_mean(values, window), color))
+        if bad or traces:
+            marks = [{"type": "line", "x0": step, "x1": step, **_MARK} for step in bad]
+            # All panels have the same axis.
+            layout = {"shapes": marks, "xaxis": {"range": [min(steps) - 0.5, max(steps) + 0.5]}}
+            drawn.append(Panel(spec, {"data": traces, "layout": layout}, bad))
     return drawn
+
+
+def _trace(
+    spec: PanelSpec, label: str, steps: Sequence[int], values: Sequence[float], color: str, opacity: float = 1.0
+) -> dict[str, Any]:
+    return {
+        "x": steps,
+        "y": [float(f"{value:.6g}") for value in values],
+        "name": escape(label),  # plotly interprets markup
+        "mode": "lines+markers" if spec.dots or len(values) == 1 else "lines",
+        "opacity": opacity,
+        "line": {"color": color},
+    }
 
 
 def phase_picture(run: RunData) -> PhasePicture | None:

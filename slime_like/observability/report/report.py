@@ -75,7 +75,7 @@ def _render_page(run: RunData) -> str:
     for row in tokens.rows if tokens else []:
         samples.setdefault(_key(row), []).append(row)
     samples = dict(sorted(samples.items(), key=lambda item: -item[0][0]))
-    figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}  # by the element's id
+    figures = {f"chart-{index}": panel.figure for index, panel in enumerate(drawn)}  # by the element's id
     return environment.from_string(_asset("page.html")).render(
         run=run,
         summary=summary(run),

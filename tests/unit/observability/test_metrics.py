@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -133,29 +133,23 @@ def test_append_to_a_table_larger_than_memory(tmp_path: Path) -> None:
         assert file.read() == b'\n{"step": 1}\n{"step": 2, "a": 1}\n'
 
 
-def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the real package, offline, if it is installed."""
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = MetricLogger(LoggingConfig(tensorboard=False, wandb=True), tmp_path)
-    logger.log(1, {"train_actor_training/loss": 0.5, "nan": math.nan})
-    logger.log_table(1, "samples", [{"Prompt": "1+1=", "Reward": 1.0}])
-    logger.close()
-    (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"train_actor_training/loss" in record.read_bytes()
-
-
-def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_settings_metrics_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     given: dict[str, Any] = {"project": "p", "entity": "team", "group": "g", "tags": ("a", "b")}
     settings = {f"wandb_{name}": value for name, value in given.items()}
     wandb.init.return_value.id = "a1b2"
     for known in (None, "a1b2"):  # a later start continues the run
-        MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine").close()
+        logger = MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine")
+        logger.log(1, {"loss": 0.5})
+        logger.log_table(2, "samples", [{"Prompt": "1+1=", "Reward": 1.0}])
+        logger.close()
         own = {"name": "mine", "dir": str(tmp_path / "mine"), "id": known, "resume": "allow"}
         wandb.init.assert_called_with(**given, **own)
+        wandb.Table.assert_called_with(columns=["Prompt", "Reward"], data=[["1+1=", 1.0]])
+        logged = [call({"loss": 0.5}, step=1), call({"samples": wandb.Table.return_value}, step=2)]
+        assert wandb.init.return_value.log.call_args_list[-2:] == logged
+        wandb.init.return_value.finish.assert_called()
 
 
 def test_running_mean() -> None:

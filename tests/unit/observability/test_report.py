@@ -141,7 +141,7 @@ def test_sources_have_a_panel(tmp_path: Path, logger: MetricLogger) -> None:
     for step in (1, 2):
         logger.log(step, {names[0]: step, names[1]: 0.5, "sources/sums/share": 0.25})
     drawn = panels(read_run(tmp_path))
-    assert [[(line.label, list(line.values)) for line in panel.lines] for panel in drawn] == [
+    assert [[(line["name"], line["y"]) for line in panel.figure["data"]] for panel in drawn] == [
         [("sums", [1, 2]), ("words", [0.5, 0.5])]
     ]
 
