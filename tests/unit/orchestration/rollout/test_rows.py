@@ -297,7 +297,7 @@ def test_figures_of_a_step_count_rollouts() -> None:
     rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
         row.reward_metadata |= {"reason": "error", "outcome": "zeroed"}
-    metrics = recorder.sampled(3, rollouts_of(rows), phase_times(), run.source.figures(1.0))
+    metrics = recorder.sampled(3, rollouts_of(rows), phase_times(), [])
     (note,) = notes
     assert "failed for 1 of 7 responses" in note
     assert metrics["ref_actor_rewards/total_reward_mean"] == pytest.approx((sum(REWARDS) + sum(REWARDS[1:])) / 7)
