@@ -101,6 +101,8 @@ class BalancedMoELayer(MoELayer):
         """Run like Megatron's, which accepts only a boolean padding mask and would convert ``RoutedTokens`` to one."""
         shared = self.shared_experts_compute(hidden_states)
         probs, routing_map = self.route(hidden_states, padding_mask)
+        if self.config.moe_token_dispatcher_type == "flex":
+            probs = probs.float()  # DeepEP's type, to which Megatron would convert with a warning in every layer
         routed, probs = self.preprocess(hidden_states, probs, routing_map)
         dispatched, probs = self.dispatch(routed, probs)
         output, bias = self.routed_experts_compute(dispatched, probs)

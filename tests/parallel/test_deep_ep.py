@@ -56,6 +56,7 @@ def _dispatch(
 ) -> tuple[Any, ...]:
     """Return the rows for this rank's experts, (R, k) experts there (-1: another rank's) and probabilities, the number
     of rows of each expert, and what ``_combine`` needs."""
+    assert token_probs.dtype == torch.float32
     local = num_experts // group.size()
     experts = _AllTokens.apply(token_indices, group) - group.rank() * local
     experts = experts.masked_fill((experts < 0) | (experts >= local), -1)
