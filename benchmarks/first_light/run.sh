@@ -58,8 +58,8 @@ at 1 part "machine" 10 bash -c machine
 at 1 part "ceilings" 35 python3 -m benchmarks.first_light.ceilings
 at 1 part "tiny model" 30 python3 -m slime_like.commands.main make-tiny-model "$tiny" --force
 at 1 meanwhile python3 -m benchmarks.first_light.inputs "$KEPT/models" "${SHAPES[@]}"
-at 1 part "GPU tests" 130 python3 -m pytest -q -rfs -p no:cacheprovider -m gpu \
-    -k "not transformer_engine and not flash-attn" tests/gpu tests/unit/weights
+at 1 part "GPU tests" 130 python3 -m pytest -q -rfs -p no:cacheprovider -m gpu -k "not transformer_engine and not flash-attn" \
+    tests/gpu/test_{kernels,head,trainer,experts,score,fsdp}.py tests/unit/weights tests/gpu/test_one_device.py
 at 1 on_device "CUDA IPC" 35 python3 -m pytest -q -rfs -p no:cacheprovider -m gpu -k colocated tests/process/test_collective_transport.py
 at 1 part "RL, colocated" 70 bash "$TRAIN" configs/quickstart.yaml "$KEPT/rl" --model.path "$tiny" --model.dtype bfloat16 \
     --data.train "$tiny/data/train.jsonl" --evaluation.files "$tiny/data/eval.jsonl" --steps 5 --rollout.engine transformers \
