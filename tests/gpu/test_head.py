@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.divergence import Head, fused_reverse_kl
 from slime_like.algorithms.head import fused_logprobs, row_kernels
 from tests.parallel.dense import relative_error
 from tests.unit.algorithms.test_head import run_sharded, weighted
@@ -101,3 +102,19 @@ def test_two_halves_of_the_vocabulary_give_the_whole() -> None:
     for logprobs, entropy, of_hidden, _ in halves:
         _assert_equal([logprobs, entropy, of_hidden], expected[:3])
     assert relative_error(torch.cat([half[3] for half in halves]), expected[3]) < BOUND
+
+
+def test_the_exact_divergence_is_that_of_whole_logits() -> None:
+    """Of a teacher that is narrower than the student."""
+    student, teacher = (_case(width, VOCABULARY) for width in (WIDTH, 1024))
+    exact = [student[name].double().requires_grad_() for name in ("hidden", "weight")]
+    logits = exact[0] @ exact[1].t(), teacher["hidden"].double() @ teacher["weight"].double().t()
+    p, q = ((each / student["temperatures"].double()[:, None]).log_softmax(1) for each in logits)
+    expected = (p.exp() * (p - q)).sum(1)
+    leaves = [student[name].clone().requires_grad_() for name in ("hidden", "weight")]
+    heads = Head(*leaves, student["temperatures"]), Head(teacher["hidden"], teacher["weight"], student["temperatures"])
+    found = fused_reverse_kl(*heads, vocab_size=VOCABULARY, chunk_tokens=128)
+    assert float((found.detach() - expected.detach()).abs().max()) < SCORE_BOUND * 10
+    gradients = torch.autograd.grad(found, leaves, student["w"])
+    wanted = torch.autograd.grad(expected, exact, student["w"].double())
+    assert max(map(relative_error, gradients, wanted)) < BOUND

@@ -136,6 +136,31 @@ def latent_attention(placement: RankPlacement, root: Path, backend: str) -> None
     _check_step(placement, root, "deepseek_v3", sequences, packs, backend)
 
 
+def layers(placement: RankPlacement, root: Path, kind: tuple[str, str]) -> None:
+    """Check linear attention, windows, sinks and biases of experts: the kinds of layers of other families."""
+    backend, family = kind
+    sequences = scored_sequences(LENGTHS)
+    _check_step(placement, root, family, sequences, [pack_sequences(sequences)], backend)
+
+
+def low_rank_factors(placement: RankPlacement, root: Path, backend: str) -> None:
+    """New factors change no logprob, and one step on them does."""
+    sequences = scored_sequences(LENGTHS)
+    packs, checkpoint = [pack_sequences(sequences)], save_checkpoint("qwen3", root / "model")
+    config = _config(backend, checkpoint, root, {})
+    judge = Reference(checkpoint, config.algorithm)
+    judge.round_weights()
+    expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
+    lora = {**dict(config.model), "lora": {"rank": 8, "alpha": 64.0}}
+    with running(placement, RunConfig(**{**dict(config), "model": lora})) as trainer:
+        first = _logprobs(trainer, packs)
+        assert float((first.double() - expected).abs().mean()) < MEAN_BOUND
+        _gradients(trainer, packs, 5.0, waits=True)  # kernels are compiled
+        _gradients(trainer, packs, 5.0, waits=False)
+        _step(trainer, packs)
+        assert not torch.equal(_logprobs(trainer, packs), first)
+
+
 def supports(placement: RankPlacement, root: Path, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     sequences = [with_supports(one, generator) for one in scored_sequences(LENGTHS)]
@@ -232,7 +257,7 @@ def _device_bytes(trainer: Trainer) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
-ARITHMETIC = (shared_prefixes, supports, latent_attention)
+ARITHMETIC = (shared_prefixes, supports, latent_attention, low_rank_factors)
 STATE = (saving_in_background, reference_model, leaving_and_returning)
 CHECKS: dict[str, tuple[Callable[..., None], Any]] = {
     **{
@@ -244,7 +269,16 @@ CHECKS: dict[str, tuple[Callable[..., None], Any]] = {
     "experts-sequential": (experts, False),
 }
 
+LAYERS = {
+    f"layers-{family}-{backend}": (layers, (backend, family))
+    for backend, family in (
+        *(("megatron", family) for family in ("qwen3_5_text", "gpt_oss", "mistral", "gemma3")),
+        *(("fsdp", family) for family in ("qwen3_next", "gpt_oss", "gemma3")),
+    )
+}
+"""Checks of other families, which a CPU makes only in the acceptance run."""
+
 
 def run_check(placement: RankPlacement, name: str, root: Path) -> None:
-    check, option = CHECKS[name]
+    check, option = (CHECKS | LAYERS)[name]
     check(placement, root / name, option)

@@ -1,8 +1,9 @@
 """Micro-batches run forward and backward without the host waiting for its device.
 
 Both backends score, then train in two windows on a device that cannot be read (``strict``), with every attention that
-exists on a CPU and with a mixture of experts. The objective has all of its per-sequence terms. Pipeline stages exchange
-activations without waiting. The lines where Megatron waits to exchange experts' tokens are listed one by one.
+exists on a CPU, every kind of layers, low-rank factors and an exact teacher. The objective has all of its per-sequence
+terms. Tensor-parallel ranks and pipeline stages exchange activations without waiting. The lines where Megatron waits to
+exchange experts' tokens are listed one by one.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from backends.common.attention import ring_flash_attn
@@ -25,12 +27,14 @@ from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.cases import PACKS, TAIL
-from tests.parallel.feature_cases import force_routes
+from tests.parallel.feature_cases import force_routes, save_teacher
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import running
 from tests.parallel.strict import StrictDevice, WaitsForDevice
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
 
+WIDTH = 48
+"""Of the teacher's hidden states."""
 ALGORITHM = {
     "loss": "gspo",
     "kl": {"coef": 0.05},
@@ -41,10 +45,18 @@ ALGORITHM = {
 
 
 def _config(
-    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: Any
+    checkpoint: Path,
+    run_dir: Path,
+    backend: str,
+    layout: dict[str, int],
+    attention: str = "auto",
+    settings: dict[str, Any] | None = None,
+    **algorithm: Any,
 ) -> RunConfig:
+    """``settings``: further ones of the trainer."""
     rate = 1e-3 if ModelDimensions.from_checkpoint(checkpoint).moe_sigmoid else 0.0
     trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}, "router_bias_rate": rate}
+    trainer |= settings or {}
     lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 61}, "rollout": {"max_new_tokens": 31}}
     return tiny_config(checkpoint, run_dir, layout, **lengths, algorithm=ALGORITHM | algorithm, trainer=trainer)
 
@@ -54,6 +66,9 @@ def _packs(config: RunConfig) -> list[PackedTrajectory]:
     scored = scored_sequences([lengths for pack in PACKS for lengths in pack], fully_masked=(7,))
     if config.algorithm.routing_replay == "rollout":
         force_routes(scored, ModelDimensions.from_checkpoint(config.model.path))
+    if config.distillation.is_set:
+        for one in scored:
+            one.teacher_hidden = torch.randn(one.response_len, WIDTH)
     sequences = iter(scored)
     parts = [[next(sequences) for _ in lengths] for lengths in PACKS]
     budget = sum(s.total_len for s in parts[0]) + TAIL
@@ -135,7 +150,37 @@ def test_reading_a_number_in_the_loss_is_caught(qwen3: Path, tmp_path: Path) -> 
     assert run_each(_caught, 1, tmp_path / "ranks", tasks) == [(True,), (True,)]
 
 
-# ------------------------------------------------------------------------------------------------------ experts, stages
+# --------------------------------------------------------------------------------------------- layers, factors, teacher
+KINDS = [("megatron", "qwen3_5_text"), ("megatron", "gpt_oss"), ("megatron", "gemma3"), ("fsdp", "qwen3_next")]
+OTHERS = [
+    ("megatron", "qwen3_next"),
+    ("megatron", "mistral"),
+    *(("fsdp", each) for each in ("gpt_oss", "mistral", "gemma3")),
+]
+
+
+@pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHERS, marks=pytest.mark.acceptance)])
+def test_no_kind_of_layers_is_waited_for(kinds: list[tuple[str, str]], tmp_path: Path) -> None:
+    checkpoints = {family: save_checkpoint(family, tmp_path / family, layers=2) for _, family in kinds}
+    tasks = [(_config(checkpoints[family], tmp_path, backend, {}),) for backend, family in kinds]
+    for ((count, _),) in run_each(_windows, 1, tmp_path / "ranks", tasks):
+        assert count > 1000
+
+
+def test_factors_and_an_exact_teacher_are_not_waited_for(qwen3: Path, tmp_path: Path) -> None:
+    teacher = {"path": save_teacher(tmp_path / "teacher", width=WIDTH), "coef": 0.5, "mode": "exact"}
+    sections = [
+        {"distillation": {**teacher, "placement": "workers"}},
+        {"model": {"path": qwen3, "dtype": "float32", "lora": {"rank": 4, "dropout": 0.1}}},
+    ]
+    plain = [_config(qwen3, tmp_path, backend, {}) for backend in ("megatron", "fsdp")]
+    plain.append(_config(qwen3, tmp_path, "megatron", {}, settings={"activation_offload": True, "recompute": "full"}))
+    tasks = [(RunConfig(**{**dict(config), **section}),) for config in plain for section in sections]
+    for ((count, _),) in run_each(_windows, 1, tmp_path / "ranks", tasks):
+        assert count > 1000
+
+
+# -------------------------------------------------------------------------------------------- experts, ranks and stages
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_on_their_own_rank_are_not_waited_for(family: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(family, tmp_path / "model")
@@ -162,10 +207,14 @@ EXCHANGE = frozenset(
 
 @pytest.mark.parametrize(
     ("family", "layout", "allowed"),
-    [("qwen3_moe", {"data": 2, "expert": 2}, EXCHANGE), ("qwen3", {"pipeline": 2}, frozenset())],
+    [
+        ("qwen3_moe", {"data": 2, "expert": 2}, EXCHANGE),
+        ("qwen3", {"pipeline": 2}, frozenset()),
+        ("qwen3_5_text", {"tensor": 2, "sequence": True}, frozenset()),
+    ],
 )
 def test_megatron_waits_only_for_counts_of_experts_tokens(
-    family: str, layout: dict[str, int], allowed: frozenset[str], tmp_path: Path
+    family: str, layout: dict[str, Any], allowed: frozenset[str], tmp_path: Path
 ) -> None:
     """Exactly these lines wait; remove one that no longer does from the list."""
     checkpoint = save_checkpoint(family, tmp_path / "model")
