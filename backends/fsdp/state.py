@@ -1,6 +1,6 @@
 """One rank's shard of Hugging Face's model and the optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from backends.common.checkpoint.reading import require_schedule
+from backends.common.checkpoint.stored import StoredTensors
+from backends.common.checkpoint.writing import CheckpointWriter, Part
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import together
@@ -58,45 +60,46 @@ class FsdpState(TrainerState):
         load_hf_weights(self.model, path, self._device, self._config.model.lora.path)
 
     def load_weights(self, directory: Path) -> None:
-        opened = self._open(directory)
-        state = checkpoint.model_state(self.model)
-        opened.require(state, {checkpoint.MODEL})
-        self.model.shard_weights()
-        opened.read(state)
+        self._read(self._open(directory), checkpoint.model_parts(self.model), (checkpoint.MOMENTS, checkpoint.RANDOM))
 
     def save_weights(self, directory: Path) -> None:
         self.model.shard_weights()
-        common = checkpoint.plain_values(self._groups)
-        checkpoint.FsdpCheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
+        parts = checkpoint.model_parts(self.model)
+        checkpoint.plan_save(directory, parts, self._groups, self._device).write_all()
 
     def load(self, directory: Path) -> None:
         """Restore everything bit for bit on the ranks that wrote it, including random state.
 
         On other ranks, restore everything but random states, which belong to the old ranks.
         """
-        opened = self._open(directory)
-        common, now = opened.common, self._config.schedule
+        stored = self._open(directory)
+        common, now = stored.common, self._config.schedule
         if "schedule" not in self._config.checkpoint.override:
             require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
-        state = checkpoint.training_state(self.model, self.optimizer)
-        learned = {name: value for name, value in state.items() if not name.startswith(checkpoint.RANDOM)}
-        opened.require(learned)
-        if common["layout"] != checkpoint.layout(self._groups):
-            state = learned
-        self.model.shard_weights()
-        opened.read(state)
+        parts = checkpoint.training_parts(self.model, self.optimizer)
+        is_same = common["layout"] == checkpoint.layout(self._groups)
+        random = checkpoint.random_parts() if is_same else []
+        self._read(stored, parts, (checkpoint.RANDOM,), random)
         self.optimizer.set_updates(int(common["updates"]))
-        checkpoint.set_random_state(state)
+        checkpoint.set_random_states(random)
 
-    def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
-        return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
+    def _open(self, directory: Path) -> StoredTensors:
+        return together(lambda: checkpoint.open_stored(directory), f"reading {directory}", self._device)
 
-    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> checkpoint.FsdpCheckpointWriter:
+    def _read(
+        self, stored: StoredTensors, parts: list[Part], ignored: tuple[str, ...], random: Sequence[Part] = ()
+    ) -> None:
+        what = f"reading {stored.directory}"
+        wanted = {part.name: (part.shape, False) for part in parts}
+        together(lambda: stored.require(wanted, ignored), what, self._device)
         self.model.shard_weights()
-        state = checkpoint.training_state(self.model, self.optimizer)
-        common = checkpoint.plain_values(self._groups)
-        common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
-        return checkpoint.FsdpCheckpointWriter(directory, state, common, self._device, copies)
+        together(lambda: stored.read([*parts, *random]), what, self._device)
+
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
+        self.model.shard_weights()
+        parts = checkpoint.training_parts(self.model, self.optimizer)
+        common = {"schedule": self._config.schedule, "updates": self.optimizer.updates}
+        return checkpoint.plan_save(directory, parts, self._groups, self._device, common, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
         is_adapter = bool(self.model.lora_weights) and self._config.model.lora.sync == ADAPTER

@@ -1,37 +1,66 @@
-"""Training state on disk through Megatron's distributed checkpointing, readable under any layout."""
+"""Training state on disk in Megatron's distributed format (torch_dist), readable under any layout."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
-from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damage_error, not_whole
-from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
-from backends.common.process.agreement import list_names, together
+from backends.common.checkpoint.reading import FORMAT, require_schedule
+from backends.common.checkpoint.stored import StoredTensors
+from backends.common.checkpoint.writing import CheckpointWriter, Part, to_bytes
+from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.state import is_added
-from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer, sharded_optimizer_state
-from backends.megatron.versions import loading_together
-from slime_like.errors import CheckpointError
 from slime_like.plugins.options import load_option
+from slime_like.system.json_collectives import all_gather_json
+
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+COMMON = "common.pt"
+PLAIN_FILES = (COMMON, "metadata.json")
+"""Small files of Megatron's format, besides torch's index."""
 
 _METADATA = {"chained_optim_avoid_prefix": True}
 """Setting for optimizer keys that don't depend on how parameters are spread over Megatron's optimizers."""
 
 _EXTRA_STATE = "_extra_state"
-"""Part of the keys of Transformer Engine's additional state: scales of 8-bit training, which is not done here. Local
-modules neither write nor read it."""
+"""Part of the keys of Transformer Engine's additional state: scales of 8-bit training, which is not done here."""
+
+OPTIMIZER = "optimizer."
+
+
+def plain_files(common: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the contents of ``PLAIN_FILES``."""
+    settings = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
+    return {COMMON: to_bytes({**common, "format": FORMAT}), PLAIN_FILES[1]: settings.encode()}
+
+
+def open_stored(directory: Path) -> StoredTensors:
+    """Open a checkpoint. Raises ``CheckpointError`` if it is damaged."""
+
+    def read_common(directory: Path) -> Any:
+        return torch.load(directory / COMMON, map_location="cpu", weights_only=True)
+
+    return StoredTensors(directory, PLAIN_FILES, read_common)
+
+
+def parts_of(sharded: Sharded) -> Iterator[Part]:
+    """Describe a parameter's place on disk. The data are views of the parameter."""
+    for each in nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]:
+        data = each.data.view((1,) * each.prepend_axis_num + tuple(each.data.shape))
+        shape, offset = tuple(each.global_shape), tuple(each.global_offset)
+        yield Part(each.key, data, shape, offset, each.allow_shape_mismatch)
 
 
 def plan_checkpoint(
@@ -48,11 +77,24 @@ def plan_checkpoint(
         CheckpointError: the disk rejected a write; on every rank, even if only one could not write.
     """
     _fill_adam_state(optimizer)
-    state = _sharded_state(model_chunks, optimizer, loading=False)
-    state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
-    state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
-    state["extra"] = {}  # earlier versions read it
-    return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, copies)
+    common = {"scheduler": optimizer.scheduler.state_dict(), "layout": _layout(), "adam_step": _adam_step(optimizer)}
+    common["extra"] = {}  # earlier versions read it
+    state = _sharded_state(model_chunks, optimizer)
+    objects = {_random_name(): to_bytes([_random_state()])}
+    return _writer(directory, model_chunks, state, objects, common, copies)
+
+
+def _writer(
+    directory: Path,
+    model_chunks: Sequence[GPTModel],
+    state: Sequence[Sharded],
+    objects: Mapping[str, bytes],
+    common: Mapping[str, Any],
+    copies: HostCopies | None = None,
+) -> CheckpointWriter:
+    mine = [part for each in state if is_main_replica(each.replica_id) for part in parts_of(each)]
+    device = next(model_chunks[0].parameters()).device
+    return CheckpointWriter(directory, mine, objects, plain_files(common), device, copies.of if copies else None)
 
 
 def load_checkpoint(
@@ -69,25 +111,14 @@ def load_checkpoint(
     Raises:
         CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
     """
-    checksums, common = _read_common(directory, model_chunks)
     _fill_adam_state(optimizer)
-    _set_adam_step(optimizer, common["adam_step"])
-    state = _sharded_state(model_chunks, optimizer, loading=True)
-    same_layout = common["layout"] == _layout()
-    if same_layout:
-        state["random"] = _sharded_random_state()
-    loaded, unread, absent = _read(directory, state, checksums)
-    differing = sorted(key for key in unread | absent if not key.startswith("random"))
-    if differing:
-        problem = f"was written with another model or optimizer; only one of the two has {list_names(differing[:3])}"
-        raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
-    _fill_weights(directory, model_chunks, loaded)
-    if not optimizer.is_distributed:  # the distributed optimizer's state was read in place
-        optimizer.megatron.load_state_dict(loaded["optimizer"])
-    _set_adam_step(optimizer, loaded["adam_step"])
-    _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"], any_schedule)
-    if same_layout:
-        random = loaded["random"]
+    state = _sharded_state(model_chunks, optimizer)
+    settings = "model.path and trainer.optimizer settings"
+    stored = _read(directory, model_chunks, state, (), settings)
+    _set_adam_step(optimizer, stored.common["adam_step"])
+    _restore_schedule(directory, optimizer.scheduler, stored.common["scheduler"], any_schedule)
+    if stored.common["layout"] == _layout():
+        (random,) = stored.read_object(_random_name())
         torch.set_rng_state(random["cpu"])
         if random["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(random["cuda"])
@@ -96,8 +127,8 @@ def load_checkpoint(
 
 def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     """Write what ``load_weights`` reads. Collective over the world."""
-    state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
-    CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device).write_all()
+    state = [*sharded_models(model_chunks).values()]
+    _writer(directory, model_chunks, state, {}, {"layout": _layout()}).write_all()
 
 
 def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
@@ -106,75 +137,25 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     Raises:
         CheckpointError: no checkpoint there, damaged, or of another model.
     """
-    checksums, _ = _read_common(directory, model_chunks)
-    loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
-    differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
-    if differing:
-        raise _of_another_model(
-            directory, f"belongs to another model; tensors of only one side: {list_names(differing)}"
-        )
-    _fill_weights(directory, model_chunks, loaded)
+    _read(directory, model_chunks, [*sharded_models(model_chunks).values()], (OPTIMIZER,))
 
 
-def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(model_chunks):
-        values = loaded[f"model{index}"]
-        missing, unexpected = chunk.load_state_dict(values, strict=False)
-        if all(map(is_added, values)):  # the base is not on disk
-            missing = [key for key in missing if is_added(key)]
-        differing = sorted({key for key in missing if _EXTRA_STATE not in key} | set(unexpected))
-        if differing:
-            raise _of_another_model(directory, f"names other parameters than the model: {differing[:3]}")
-
-
-def _of_another_model(directory: Path, problem: str, settings: str = "model.path") -> CheckpointError:
-    return CheckpointError(
-        problem, code="checkpoint-of-another-model", who=str(directory), remedy=f"use the {settings} that wrote it"
-    )
-
-
-class _Reader(VerifyingReader):
-    """Reader that caches the metadata, and compares every piece with its checksum."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*arguments, **options)
-        return self._metadata
-
-
-def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple[dict[str, Any], set[str], set[str]]:
-    """Return the values for ``state``, the keys that only the checkpoint has, and the keys that it lacks."""
-    try:
-        with loading_together(lambda path: _Reader(path, checksums)):
-            loaded, unread, absent = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RETURN_ALL)
-    except (CheckpointingException, CheckpointException, *UNREADABLE) as error:
-        cause = cause_of(error)
-        # Differing shapes and names raise plain errors of these types.
-        if not isinstance(cause, CheckpointingException | KeyError | ValueError):
-            raise damage_error(directory, brief(cause)) from error
-        raise _of_another_model(directory, f"does not fit this model ({brief(cause)})") from error
-    # Ignore additional state that Transformer Engine's modules may have written: it holds no weights.
-    return loaded, {key for key in unread if _EXTRA_STATE not in key}, absent
-
-
-def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Checksums, dict[str, Any]]:
-    """Read checksums and plain values. Collective over the world."""
-
-    def read() -> tuple[Checksums, dict[str, Any]]:
-        checksums = Checksums.read(directory)
-        checksums.verify_plain_files(PLAIN_FILES)
-        try:
-            common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
-        except CheckpointingException as error:
-            raise not_whole(directory, brief(error)) from error
-        except UNREADABLE as error:
-            raise damage_error(directory, brief(error)) from error
-        require_format(directory, common)
-        return checksums, common
-
-    return together(read, f"reading {directory}", next(model_chunks[0].parameters()).device)
+def _read(
+    directory: Path,
+    model_chunks: Sequence[GPTModel],
+    state: Sequence[Sharded],
+    ignored: tuple[str, ...],
+    settings: str = "model.path",
+) -> StoredTensors:
+    """Fill the tensors of ``state``, on all ranks or on none of them if the checkpoint does not fit."""
+    device, what = next(model_chunks[0].parameters()).device, f"reading {directory}"
+    stored = together(lambda: open_stored(directory), what, device)
+    parts = [part for each in state for part in parts_of(each)]
+    wanted = {part.name: (part.shape, part.is_padded) for part in parts}
+    everyones = {name: each for found in all_gather_json(wanted, device) for name, each in found.items()}
+    together(lambda: stored.require(everyones, ignored, settings), what, device)
+    together(lambda: stored.read(parts), what, device)
+    return stored
 
 
 def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any], any_schedule: bool) -> None:
@@ -188,37 +169,28 @@ def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any], an
 
 
 # ----------------------------------------------------------------------------------------------------------- the state
-def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loading: bool) -> dict[str, Any]:
-    models = _sharded_models(model_chunks)
+def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer) -> list[Sharded]:
+    """Describe weights, main weights and moments. The rest of Megatron's state, such as parameter groups, follows from
+    configuration and schedule."""
+    models = sharded_models(model_chunks)
     if optimizer.is_distributed:
-        tensors = {str(index): sharded_optimizer_state(part, models) for index, part in enumerate(optimizer.parts)}
+        tensors = [each for part in optimizer.parts for each in sharded_optimizer_state(part, models).values()]
     else:
-        tensors = optimizer.megatron.sharded_state_dict(models, is_loading=loading, metadata=_METADATA)
-    return {**models, "optimizer": _without_settings(tensors)}
+        state = optimizer.megatron.sharded_state_dict(models, metadata=_METADATA)
+        tensors = [each for each in nested_values(state) if isinstance(each, Sharded)]
+    return [*models.values(), *tensors]
 
 
-def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    """Return only weights, or factors if there are some. Outer keys are the modules' names; keys inside the values are
-    common to all layer specs."""
+def sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Sharded]:
+    """Describe weights, or only factors if there are some."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
-    states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
-    found = {}
-    for index, (chunk, state) in enumerate(zip(model_chunks, states, strict=True)):
+    found: dict[str, Sharded] = {}
+    for index, chunk in enumerate(model_chunks):
+        state = chunk.sharded_state_dict(metadata=metadata)
         if any(is_added(name) for name, _ in chunk.named_parameters()):
-            found[f"model{index}"] = load_option("megatron-lora-checkpoint")(chunk, state)
-        else:
-            found[f"model{index}"] = {key: value for key, value in state.items() if _EXTRA_STATE not in key}
+            state = load_option("megatron-lora-checkpoint")(chunk, state)
+        found |= {f"{index}.{key}": value for key, value in state.items() if _EXTRA_STATE not in key}
     return found
-
-
-def _without_settings(value: Any) -> Any:
-    """Keep only tensors for the disk. Everything else (parameter groups) follows from configuration and schedule, and
-    its layout varies, for example if experts have a separate optimizer."""
-    if isinstance(value, dict):
-        return {key: _without_settings(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_without_settings(entry) for entry in value]
-    return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
 
 
 def _fill_adam_state(optimizer: Optimizer) -> None:
@@ -282,11 +254,14 @@ def _layout() -> dict[str, int]:
     }
 
 
-def _sharded_random_state() -> ShardedObject:
-    """Return torch's generators and Megatron's named ones, one entry per rank."""
-    state = {
+def _random_name() -> str:
+    return f"random/shard_{dist.get_rank()}_{dist.get_world_size()}"
+
+
+def _random_state() -> dict[str, Any]:
+    """Return this rank's generators of torch, and Megatron's named ones."""
+    return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)

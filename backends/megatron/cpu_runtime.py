@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -59,7 +58,6 @@ def _patches(on_meta: bool) -> tuple[Patch, ...]:
             Patch(param_and_grad_buffer, name, _unless_alone(getattr(param_and_grad_buffer, name)))
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
         ),
-        Patch(DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_main_param_and_states),
         Patch(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _all_on_host),
     )
 
@@ -138,20 +136,6 @@ def _tagged_p2p_ops(
         if tensor is not None
     ]
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's tensors into torch's AdamW, which also has a ``step`` per parameter that they lack."""
-    group_index, group_order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group_index]["params"][group_order]
-    if hasattr(self.optimizer, "sub_optimizers"):  # optimizer state in host memory, copied from here later
-        for name, value in tensors.items():
-            self.optimizer.state[main]["master_param" if name == "param" else name] = value
-        return
-    with torch.no_grad():
-        for name, target in {"param": main, **self.optimizer.state[main]}.items():
-            if name != "step":
-                target.copy_(tensors[name])
 
 
 def _all_on_host(self: Any, offload_fraction: float) -> tuple[Any, ...]:

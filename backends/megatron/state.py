@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from backends.common.checkpoint.writing import CheckpointWriter
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.state import TrainerState, is_added
 from backends.megatron import checkpoint, conversion
-from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.placement import fill, named_weights, place_lora_weights
 from backends.megatron.families.transforms import Shape
 from backends.megatron.head import LogprobModel

@@ -2,30 +2,18 @@
 
 Latent attention: 0.16 builds the spec's modules, 0.19 chooses some itself.
 Layers: a layer's MLP is built by a ``ModuleSpec`` in 0.16, by a ``functools.partial`` of a class (method) in 0.19.
-Loading: 0.16 reads with torch's collective ``load_state_dict``, which raises any rank's error on every rank. 0.19 lets
-every rank read independently, so one that finds damage would leave the others waiting in their next collective.
-Saving: 0.16 writes plain values (``common.pt``) with a separate strategy. 0.19 would store them as another object of
-the sharded state, but reads ``common.pt`` if it exists. Written the old way, either version reads the other's files.
 """
 
 import contextlib
 import functools
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from packaging.version import Version
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import StorageReader
 
 from slime_like.errors import TrainerError
 
@@ -90,13 +78,6 @@ def apply_patches(*patches: Patch) -> Iterator[None]:
                 setattr(owner, name, original)
 
 
-SaveCommon = Callable[[dict[str, Any], "str | Path"], None]
-"""Writer of plain values into a checkpoint's directory."""
-
-ASYNC_OPTIONS: dict[str, Any] = {"async_strategy": "mcore"} if IS_NEW else {}
-"""Options of ``dist_checkpointing.save``: don't use the package that 0.19 prefers."""
-
-_COMMON = "common_state"
 _LATENT_PARTS = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 
 if IS_NEW:
@@ -135,57 +116,3 @@ def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> 
     if experts is not None:
         require(submodules, "experts")
         submodules.experts = experts
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
-@contextlib.contextmanager
-def loading_together(reader: Callable[[Path], StorageReader]) -> Iterator[None]:
-    """Inside, ``dist_checkpointing.load`` is collective and reads the directory with ``reader``."""
-    patches = [Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: reader(path))]
-    if IS_NEW:
-        patches.append(Patch(torch_strategy, "checkpoint", SimpleNamespace(load=_load)))
-    with apply_patches(*patches):
-        yield
-
-
-def _load(state: dict[str, Any], reader: StorageReader, *, planner: Any, no_dist: bool) -> None:
-    checkpoint.load(state, storage_reader=reader, planner=planner)
-
-
-@contextlib.contextmanager
-def saving_in_process(save_common: SaveCommon) -> Iterator[None]:
-    """Inside, pass results through a queue of this process, not of a manager process that Megatron would spawn.
-
-    ``save`` has no argument for the strategy of plain values.
-    """
-    name = "get_write_results_queue" if IS_NEW else "_get_write_results_queue"
-    patches = [Patch(filesystem_async, name, queue.Queue)]
-    if not IS_NEW:
-        strategy = _common_strategy(save_common)
-        patches.append(Patch(serialization, "get_default_save_common_strategy", lambda: strategy))
-    with apply_patches(*patches):
-        yield
-
-
-def _common_strategy(save_common: SaveCommon) -> Any:
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-
-    class CommonSave(TorchCommonSaveStrategy):
-        def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-            save_common(common_state_dict, checkpoint_dir)
-
-    return CommonSave("torch", 1)
-
-
-class PlainValues:
-    """Mixin of a strategy for sharded state: removes the plain values if Megatron added them to the state."""
-
-    save_common: SaveCommon
-
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *strategy: Any) -> Any:
-        """Run like Megatron's."""
-        if IS_NEW:
-            if _COMMON not in sharded_state_dict:
-                raise absent(f"serialization.save's {_COMMON!r}")
-            self.save_common(sharded_state_dict.pop(_COMMON).data, checkpoint_dir)
-        return super().async_save(sharded_state_dict, checkpoint_dir, *strategy)  # type: ignore[misc]

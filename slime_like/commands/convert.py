@@ -159,9 +159,8 @@ def _converted(
     given = ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
     with progress_reporter(logging, "MiB converted") as report:
         summary = convert(given, report)
-    kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     tensors, files = pluralize(summary.tensors, "tensor"), pluralize(summary.files, "file")
-    print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
+    print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}")
     print(f"output: {options.out}")
     return 0
 
@@ -190,7 +189,7 @@ COMMANDS = (
         _to_megatron,
         "Write a Megatron checkpoint, split by the given layout; every other layout can read it. OUT gets\n"
         "trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. OUT appears\n"
-        "when it is complete; the same command resumes an interrupted conversion.",
+        "when it is complete.",
         _WRITING,
         "[options] [--trainer.parallel.tensor N ...]",
         {"HF_DIR": "Hugging Face directory with safetensors", "OUT": "directory to write"},
@@ -204,8 +203,8 @@ COMMANDS = (
         _to_hf,
         "Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
         "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
-        "OUT appears when it is complete; the same command resumes an interrupted conversion. A checkpoint of\n"
-        "factors (model.lora) becomes a PEFT adapter, or with --merge a whole model.",
+        "OUT appears when it is complete. A checkpoint of factors (model.lora) becomes a PEFT adapter, or with\n"
+        "--merge a whole model.",
         (*_WRITING, option("--merge", action="store_true", help="write the model with its factors merged")),
         "[options] [--model.path HF_DIR]",
         {

@@ -34,12 +34,11 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ConversionSummary:
-    """Summary of the written files. ``reused`` of the ``files`` came from an interrupted run."""
+    """Summary of the written files."""
 
     tensors: int
     nbytes: int
     files: int
-    reused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ class Converter(Protocol):
     """Converter on disk between Hugging Face's format and a backend's format, for one model and layout: a backend makes
     it from the sections ``model`` and ``trainer``.
 
-    Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all. An interrupted conversion's
-    finished files are kept next to it, and the next conversion of the same kind uses them.
+    Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all.
     """
 
     def prove(self) -> dict[str, tuple[int, ...]]:

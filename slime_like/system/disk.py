@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TextIO
 
 
-def refusal(path: Path, reason: str) -> str:
-    """Describe a failed write: the path, the reason, the free space and the remedy."""
+def refusal(path: Path, reason: str, contents: str = "") -> str:
+    """Describe a failed write: the path and its contents, the reason, the free space and the remedy."""
     try:
         usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
         room = f"{usage.free} of {usage.total} bytes are free"
     except OSError as error:  # the disk is gone
         room = f"free space is unknown: {error.strerror or error}"
     remedy = "free space there, and restart to resume from the last checkpoint"
-    return f"{path}: could not be written ({reason}; {room}); {remedy}"
+    return f"{path}{contents}: could not be written ({reason}; {room}); {remedy}"
 
 
 def length_fault(found: int, written: int) -> str | None:

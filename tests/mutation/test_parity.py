@@ -108,8 +108,8 @@ def test_roles_that_share_biases_are_caught(tmp_path: Path) -> None:
 HEADLESS = Edit(
     "the head is in no checkpoint",
     "backends.fsdp.checkpoint",
-    "for name, tensor in model.stored_by_name().items()}",
-    'for name, tensor in model.stored_by_name().items() if not name.endswith("score.weight")}',
+    "for name, tensor in model.stored_by_name().items()]",
+    'for name, tensor in model.stored_by_name().items() if not name.endswith("score.weight")]',
 )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.writing import RankWriting
+from backends.common.checkpoint.writing import CheckpointWriter
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron import parallel
 from backends.megatron.cpu_runtime import megatron_runtime
@@ -135,14 +135,14 @@ def small_disk(nbytes: int | None) -> Iterator[None]:
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """Let no checkpoint be written, also in the background, before the event is set."""
-    gate, write = threading.Event(), RankWriting.write
+    gate, write = threading.Event(), CheckpointWriter.write
 
-    def late(writing: RankWriting) -> None:
+    def late(writing: CheckpointWriter) -> None:
         assert gate.wait(60)
         write(writing)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankWriting, "write", late)
+        patch.setattr(CheckpointWriter, "write", late)
         yield gate
 
 

@@ -113,7 +113,7 @@ def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[st
     """Return the names in a checkpoint and the names of the modules' own parameters."""
     _install()
     with running(placement, config) as model:
-        state = checkpoint._sharded_models(model.chunks)["model0"]
+        state = checkpoint.sharded_models(model.chunks)
         names = {name for name, _ in model.chunks[0].named_parameters()}
     return {value.key for value in state.values()}, names
 

@@ -3,21 +3,16 @@
 torch stores a CRC-32 with every tensor but never compares it on loading, so a flipped byte becomes a wrong weight.
 Here, one more file stores the CRC-32 (ISO 3309, as in zlib) of the written bytes. A rank compares every piece before it
 loads it, under any layout, and before anything is unpickled. A CRC finds damage and mix-ups, but not forgery;
-``reading.py`` prevents forged content from being executed.
+``reading.py`` and ``stored.py`` prevent forged content from being executed.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Self
 
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.futures import Future
-
-from backends.common.checkpoint.reading import DataPlanner, is_file_name, read_index
+from backends.common.checkpoint.reading import is_file_name
 from backends.common.process.agreement import list_names
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file
@@ -150,7 +145,9 @@ class Checksums:
         """Reject data files that are missing, cut off or longer than written, even if the affected part is not read."""
         self.require_files(self._lengths)
         for name in sorted(self._lengths):
-            self._verify_length(name, (self._directory / name).stat().st_size)
+            found = (self._directory / name).stat().st_size
+            if (fault := length_fault(found, self._lengths[name])) is not None:
+                raise damage_error(self._directory, f"{name} {fault}{self._lost(name, found)}")
 
     def require_files(self, names: Collection[str]) -> None:
         """Reject names that have no checksums or are not files in the directory."""
@@ -158,39 +155,24 @@ class Checksums:
         if missing := sorted({*names} - {*known}):
             raise damage_error(self._directory, f"files that its index lists are missing: {list_names(missing)}")
 
-    def _verify_length(self, name: str, found: int) -> None:
-        fault = length_fault(found, self._lengths.get(name, found))
-        if fault is None:
-            return
-        # A tensor may span several pieces, whose names contain their start.
+    def _lost(self, name: str, found: int) -> str:
+        """Name the tensors that the first ``found`` bytes of a data file lack. A tensor may span several pieces, whose
+        names contain their start."""
         lost = dict.fromkeys(
             piece.name.partition(" from [")[0]
             for (file, offset), piece in sorted(self._pieces.items())
             if file == name and offset + piece.length > found
         )
-        lacks = f", and lacks {list_names(list(lost), _SHOWN)}" if lost else ""
-        raise damage_error(self._directory, f"{name} {fault}{lacks}")
-
-    def verify_piece(self, file: IO[bytes], name: str, offset: int, length: int) -> None:
-        """Reject ``length`` bytes at ``offset`` of the open data file ``name`` if they differ from what was written."""
-        piece = self._pieces.get((name, offset))
-        if piece is None or piece.length != length:
-            raise damage_error(self._directory, f"{name} has no piece of {length} bytes at byte {offset}")
-        self._verify_length(name, file.seek(0, os.SEEK_END))
-        if not piece.is_in(file):
-            raise self._differs(name, piece)
+        return f", and lacks {list_names(list(lost), _SHOWN)}" if lost else ""
 
     def verify_bytes(self, content: bytes, name: str, offset: int) -> None:
-        """Compare bytes read at ``offset`` of the data file ``name``; raises like ``verify_piece``."""
+        """Reject bytes read at ``offset`` of the data file ``name`` if they differ from what was written."""
         piece = self._pieces.get((name, offset))
         if piece is None:
             raise damage_error(self._directory, f"{name} has no piece at byte {offset}")
         if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
-            raise self._differs(name, piece)
-
-    def _differs(self, name: str, piece: ByteRange) -> CheckpointError:
-        end = piece.offset + piece.length
-        return damage_error(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
+            place = f"{name}: bytes {offset} to {offset + piece.length}, {piece.name}"
+            raise damage_error(self._directory, f"{place}, are not as written")
 
 
 def damage_error(directory: Path, reason: str) -> CheckpointError:
@@ -207,33 +189,6 @@ def not_whole(directory: Path, reason: str) -> CheckpointError:
         who=str(directory),
         remedy=damage_remedy(directory, "use another one"),
     )
-
-
-class VerifyingReader(FileSystemReader):
-    """torch's checkpoint reader, which verifies each piece before loading it, and executes none."""
-
-    def __init__(self, path: str | Path, checksums: Checksums) -> None:
-        super().__init__(path)
-        self._checksums = checksums
-        self._verified: set[tuple[str, int]] = set()
-
-    def read_metadata(self, *_: Any, **options: Any) -> Metadata:
-        with Path(self._get_metadata_path(options.get("rank"))).open("rb") as file:
-            metadata = read_index(file)
-        self._checksums.require_files({info.relative_path for info in metadata.storage_data.values()})
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        return super().read_data(plan, DataPlanner(planner))  # type: ignore[arg-type]  # all that it uses of one
-
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        place = (sinfo.relative_path, sinfo.offset)
-        if place not in self._verified:
-            self._checksums.verify_piece(file, sinfo.relative_path, sinfo.offset, sinfo.length)
-            self._verified.add(place)
-        return super()._slice_file(file, sinfo)
 
 
 def _text(content: Any) -> bytes:

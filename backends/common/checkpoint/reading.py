@@ -1,10 +1,7 @@
-"""Reading of a training checkpoint: faults as sentences, and torch's pickles as data, because a forgery could run code.
-
-torch unpickles its index, and objects next to the tensors, with any class they name. Checksums find damage, but not a
-forgery with matching checksums.
+"""Reading of a training checkpoint's index as data: torch unpickles it with any class it names, and a forgery could run
+code. Checksums find damage, but not a forgery with matching checksums.
 """
 
-import io
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +9,6 @@ from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -22,7 +18,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from backends.common.process.agreement import DTYPES, ListedUnpickler
 from slime_like.errors import CheckpointError
@@ -32,29 +27,10 @@ UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, Attribut
 """Errors that torch, pickle and JSON raise for a file that is missing, cut off or overwritten."""
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return a rank's error, which torch wraps; raise it if it is a ``CheckpointError``."""
-    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    if isinstance(cause, CheckpointError):
-        raise cause from error
-    return cause
-
-
 def brief(error: BaseException) -> str:
     """Return the error's type and its message's first sentence: torch's later sentences are guesses."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def require_format(directory: Path, common: Mapping[str, Any]) -> None:
-    """Reject a checkpoint's plain values if they have another format."""
-    if common.get("format") != FORMAT:
-        raise CheckpointError(
-            f"has checkpoint format {common.get('format')}, but this version reads {FORMAT}",
-            code="checkpoint-format",
-            who=str(directory),
-            remedy="load it with the version that wrote it and export a Hugging Face model",
-        )
 
 
 def require_schedule(directory: Path, saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> None:
@@ -159,30 +135,3 @@ def _is_place(key: Any, info: Any) -> bool:
 def is_file_name(name: Any) -> bool:
     """Return whether it names a file in a directory, and nothing outside."""
     return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not {"/", "\0"} & {*name}
-
-
-class DataPlanner:
-    """A planner whose objects are data: tensors, numbers, texts, lists and mappings of them.
-
-    Implements the part of a ``LoadPlanner`` that torch's reader uses. torch's planner would unpickle any class.
-    """
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-        self.resolve_tensor = planner.resolve_tensor
-        self.commit_tensor = planner.commit_tensor
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Load an object.
-
-        Raises:
-            UnpicklingError: it names a class that torch does not allow in weights.
-        """
-        try:
-            found = torch.load(value, map_location="cpu", weights_only=True)
-        except UnpicklingError as error:
-            raise UnpicklingError(f"{item.dest_index.fqn} is not plain data") from error
-        plain = io.BytesIO()
-        torch.save(found, plain)
-        plain.seek(0)
-        self._planner.load_bytes(item, plain)

@@ -1,6 +1,7 @@
-"""Code shared by conversions in both directions: requests and failures."""
+"""Code shared by conversions in both directions: hidden output, files and failures."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -8,43 +9,52 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from backends.common.checkpoint.integrity import ByteRange, ChecksumStream
-from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
-from backends.common.checkpoint.writing import error_of_system
+from backends.common.checkpoint.writing import translate_disk_errors
 from backends.common.hugging_face.files import is_not_finite
 from backends.common.process.agreement import list_names
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, Report
+from slime_like.system.disk import replace_directory, sync_tree
 from slime_like.system.threads import Tracker, run_jobs
 
 Content = TypeVar("Content")
 
 
-def fingerprint(directory: Path) -> list[list[Any]]:
-    """Return name, size and time of every file, to detect changes in a directory."""
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
 @contextlib.contextmanager
-def translate_disk_errors(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
-    """Turn a rejected write into one sentence. torch reports it as a RuntimeError."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if (reason := error_of_system(error)) is None:
+def hidden_output(final: Path) -> Iterator[Path]:
+    """Yield an empty directory next to ``final``, which becomes ``final`` by one rename, replacing what was there.
+
+    After an error or an interruption, nothing is left.
+
+    Raises:
+        CheckpointError: the disk rejects a write, or another process is writing the same output.
+    """
+    hidden = final.parent / f".{final.name}.partial"
+    with contextlib.ExitStack() as stack, translate_disk_errors(hidden):
+        hidden.mkdir(parents=True, exist_ok=True)
+        lock = os.open(hidden, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                "another process is writing it", code="output-in-use", who=str(final), remedy="wait for it, or end it"
+            ) from error
+        for path in hidden.iterdir():  # of a process that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            yield hidden
+            sync_tree(hidden)
+            replace_directory(hidden, final)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
             raise
-        what = f" with {list_names(list(tensors))}" if tensors else ""
-        raise CheckpointError(
-            f"{path}{what} could not be written ({reason})",
-            code="write-refused",
-            remedy="free space and run the same command again: finished files are kept",
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,68 +69,76 @@ class FileJob(Generic[Content]):
 
 @dataclass(frozen=True, slots=True)
 class FileFaults:
-    """Names of one file's tensors with NaN or infinity, and of tensors with values that became infinite."""
+    """Names of tensors with NaN or infinity, and of tensors with values that became infinite. Threads may add to it."""
 
-    nan: list[str] = field(default_factory=list)
-    too_large: list[str] = field(default_factory=list)
+    nan: set[str] = field(default_factory=set)
+    too_large: set[str] = field(default_factory=set)
 
     def note(self, name: str, before: Tensor, after: Tensor) -> None:
         """Compare a tensor's values before and after their cast."""
         if is_not_finite(before):
-            self.nan.append(name)
+            self.nan.add(name)
         if _overflows(before, after):
-            self.too_large.append(name)
+            self.too_large.add(name)
+
+    def require_none(self, source: Path, options: ConversionOptions) -> None:
+        """Reject, by name, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
+        if self.too_large:
+            raise CheckpointError(
+                f"tensors with numbers that --dtype {options.dtype} cannot hold: {list_names(sorted(self.too_large))}",
+                code="dtype-too-narrow",
+                who=str(source),
+                remedy="use bfloat16 or float32",
+            )
+        if self.nan and not options.allow_nan:
+            raise CheckpointError(
+                f"tensors with NaN or infinity in them: {list_names(sorted(self.nan))}",
+                code="weights-not-finite",
+                who=str(source),
+                remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it unchanged",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion(ABC, Generic[Content]):
-    """A conversion to disk."""
+    """A conversion to files of the directory ``output``."""
 
     source: Path
-    partial: PartialOutput
+    output: Path
     options: ConversionOptions
+    faults: FileFaults = field(default_factory=FileFaults)
 
     @abstractmethod
-    def _pieces(
-        self, content: Content, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[ByteRange]:
-        """Read, arrange and write the content of a file."""
+    def _pieces(self, content: Content, stream: ChecksumStream, tracker: Tracker) -> Iterator[ByteRange]:
+        """Read, arrange and write the content of a file. Note ``faults``."""
 
-    def write_files(self, jobs: Sequence[FileJob[Content]], report: Report) -> tuple[dict[str, FinishedFile], int]:
-        """Write all unfinished files; return all files by name, and how many were already finished.
+    def write_files(self, jobs: Sequence[FileJob[Content]], report: Report) -> dict[str, list[ByteRange]]:
+        """Write all files; return the pieces in each by its name.
 
         Raises:
-            CheckpointError: the disk is too small for the missing files, or tensors have forbidden values.
+            CheckpointError: the disk is too small, or tensors have forbidden values.
         """
-        files = dict(self.partial.finished)
-        reused = len(files)
-        left = [job for job in jobs if job.name not in files]
-        total, missing = sum(job.nbytes for job in jobs), sum(job.nbytes for job in left)
-        free = shutil.disk_usage(self.partial.path).free
-        if free < missing:
+        total, free = sum(job.nbytes for job in jobs), shutil.disk_usage(self.output).free
+        if free < total:
             raise CheckpointError(
-                f"{missing / 1e9:.2f} GB must be written, but its disk has only {free / 1e9:.2f} GB left",
+                f"{total / 1e9:.2f} GB must be written, but its disk has only {free / 1e9:.2f} GB left",
                 code="no-disk-space",
-                who=str(self.partial.final),
+                who=str(self.output),
                 remedy="free space, or choose another directory",
             )
+        files: dict[str, list[ByteRange]] = {}
+        run_jobs(jobs, self._write, self.options.workers, files.update, lambda done: report(done, total))
+        self.faults.require_none(self.source, self.options)
+        return files
 
-        def finished(file: FinishedFile) -> None:
-            self.partial.add(file)
-            files[file.name] = file
-
-        run_jobs(left, self._write, self.options.workers, finished, lambda done: report(total - missing + done, total))
-        _require_whole_values(list(files.values()), self.source, self.options)
-        return files, reused
-
-    def _write(self, job: FileJob[Content], tracker: Tracker) -> FinishedFile:
+    def _write(self, job: FileJob[Content], tracker: Tracker) -> dict[str, list[ByteRange]]:
         """Write one file. It is durable when this returns."""
-        faults, path = FileFaults(), self.partial.path / job.name
+        path = self.output / job.name
         with translate_disk_errors(path, job.tensors), path.open("wb") as file:
-            pieces = tuple(self._pieces(job.content, ChecksumStream(file), faults, tracker))
+            pieces = list(self._pieces(job.content, ChecksumStream(file), tracker))
             file.flush()
             os.fsync(file.fileno())
-        return FinishedFile(job.name, pieces, tuple(faults.nan), tuple(faults.too_large))
+        return {job.name: pieces}
 
 
 def _overflows(before: Tensor, after: Tensor) -> bool:
@@ -129,26 +147,6 @@ def _overflows(before: Tensor, after: Tensor) -> bool:
         return False
     infinite = after.isinf()
     return bool(infinite.any()) and int(infinite.sum()) > int(before.isinf().sum())
-
-
-def _require_whole_values(files: Sequence[FinishedFile], source: Path, options: ConversionOptions) -> None:
-    """Reject, by name, tensors that the type cannot hold, or with NaN or infinity unless allowed."""
-    names = sorted({name for file in files for name in file.too_large})
-    if names:
-        raise CheckpointError(
-            f"tensors with numbers that --dtype {options.dtype} cannot hold: {list_names(names)}",
-            code="dtype-too-narrow",
-            who=str(source),
-            remedy="use bfloat16 or float32",
-        )
-    names = sorted({name for file in files for name in file.nan})
-    if names and not options.allow_nan:
-        raise CheckpointError(
-            f"tensors with NaN or infinity in them: {list_names(names)}",
-            code="weights-not-finite",
-            who=str(source),
-            remedy="use a checkpoint from before it went wrong, or --allow_nan to convert it unchanged",
-        )
 
 
 def common_dtype(dtypes: Sequence[tuple[torch.dtype, int]]) -> torch.dtype:

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from backends.common.checkpoint.integrity import ByteRange, ChecksumStream, damage_error
-from backends.common.checkpoint.partial_output import partial_output
-from backends.common.hugging_face.conversion import (
-    Conversion,
-    FileFaults,
-    FileJob,
-    common_dtype,
-    fingerprint,
-    translate_disk_errors,
-)
+from backends.common.hugging_face.conversion import Conversion, FileJob, common_dtype, hidden_output
 from backends.common.hugging_face.directory import (
     copy_companions,
     file_name,
@@ -101,27 +93,17 @@ class HuggingFaceConverter(Converter):
         jobs = _jobs([*groups, *kept], sys.maxsize if is_adapter else options.max_file_bytes)
         if is_adapter:
             jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
-        request = {
-            "what": "to-hf",
-            "source": str(checkpoint.resolve()),
-            "files": fingerprint(checkpoint),
-            "dtype": options.dtype,
-            "max_file_bytes": options.max_file_bytes,
-            "merge": options.merge,
-        }
-        with partial_output(output, request) as partial:
-            _, reused = _ToHuggingFace(checkpoint, partial, options, source).write_files(jobs, report)
+        with hidden_output(output) as hidden:
+            _ToHuggingFace(checkpoint, hidden, options, tensors=source).write_files(jobs, report)
             total = sum(job.nbytes for job in jobs)
             weight_map = {name: job.name for job in jobs for name in job.tensors}
-            with translate_disk_errors(partial.path):
-                dtype = common_dtype([(group.dtype, group.nbytes) for group in groups])
-                if is_adapter:
-                    write_adapter_settings(partial.path, lora, self.model.path, weight_map)
-                else:
-                    write_index(partial.path, weight_map, total)
-                    copy_companions(self.model.path, partial.path, dtype)
-                partial.commit()
-        return ConversionSummary(len(weight_map), total, len(jobs), reused)
+            dtype = common_dtype([(group.dtype, group.nbytes) for group in groups])
+            if is_adapter:
+                write_adapter_settings(hidden, lora, self.model.path, weight_map)
+            else:
+                write_index(hidden, weight_map, total)
+                copy_companions(self.model.path, hidden, dtype)
+        return ConversionSummary(len(weight_map), total, len(jobs))
 
 
 class HuggingFaceSource:
@@ -259,19 +241,17 @@ def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[FileJob[list[_Group]
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ToHuggingFace(Conversion[list[_Group]]):
     tensors: TensorSource
 
-    def _pieces(
-        self, content: list[_Group], stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[ByteRange]:
+    def _pieces(self, content: list[_Group], stream: ChecksumStream, tracker: Tracker) -> Iterator[ByteRange]:
         stream.write(_header(content))
         yield stream.piece("header")
         for group in content:
             for name, tensor in self.tensors.read(list(group.shapes)).items():
                 cast = tensor.to(group.dtype)
-                faults.note(name, tensor, cast)
+                self.faults.note(name, tensor, cast)
                 stream.write(as_bytes(cast).numpy().data)
                 yield stream.piece(name)
             tracker.advance(group.nbytes)

@@ -1,9 +1,9 @@
 """What ranks tell each other: failures, on which all fail together, and objects, which are read as data."""
 
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slime_like.errors import CheckpointError, TrainerError
+from slime_like.system.json_collectives import all_gather_json
 
 Result = TypeVar("Result")
 
@@ -33,15 +34,17 @@ def together(action: Callable[[], Result], what: str, device: torch.device) -> R
         problem = error
     failed = torch.full((1,), -1 if problem is None else dist.get_rank(), device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed.item() < 0:
+        return result
+    first = int(failed.item())
+    reasons = all_gather_json(None if problem is None else str(problem), device)
     if problem is not None:
         raise problem
-    if failed.item() >= 0:
-        raise CheckpointError(
-            f"{what} failed on trainer rank {int(failed.item())}",
-            code="failed-on-another-rank",
-            remedy="see the message of that rank",
-        )
-    return result
+    raise CheckpointError(
+        f"{what} failed on trainer rank {first} ({reasons[first]})",
+        code="failed-on-another-rank",
+        remedy="see the message of that rank",
+    )
 
 
 def list_by_kind(found: Mapping[str, list[str]]) -> str:
@@ -76,38 +79,15 @@ class ListedUnpickler(pickle.Unpickler):
 
 
 class _ReceivedUnpickler(ListedUnpickler):
-    """Unpickler that also reads errors of any imported class, because ranks raise each other's errors."""
+    """Unpickler of numbers, texts, lists and mappings of them."""
 
-    whole = "what ranks exchange"
-    listed: ClassVar[Mapping[str, frozenset[str]]] = {
-        "builtins": frozenset(["slice"]),
-        "megatron.core.dist_checkpointing.mapping": frozenset(["ShardedObject", "ShardedTensor"]),
-        "torch": DTYPES | {"Size"},
-        "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
-        "torch.distributed.checkpoint.metadata": frozenset([
-            "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        ]),
-        "torch.distributed.checkpoint.planner": frozenset([
-            "BytesIOWriteData", "LoadItemType", "LoadPlan", "ReadItem",
-            "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-        ]),
-        "torch.distributed.checkpoint.storage": frozenset(["WriteResult"]),
-        "torch.serialization": frozenset(["_get_layout"]),
-        "traceback": frozenset(["FrameSummary", "StackSummary"]),
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(sys.modules.get(module), name, None)
-        if isinstance(found, type) and issubclass(found, BaseException):
-            return found
-        return super().find_class(module, name)
+    whole, listed = "what ranks exchange", MappingProxyType({})
 
 
-def read_listed_objects() -> None:
-    """Make this process's object collectives in torch read only listed classes.
+def read_plain_objects() -> None:
+    """Make this process's object collectives in torch read only plain values.
 
-    Checkpoints of torch and Megatron use them; this project's other values are sent as JSON
-    (``slime_like.system.json_collectives``).
+    Libraries may use them; this project sends its values as JSON (``slime_like.system.json_collectives``).
     """
     assert issubclass(distributed_c10d._unpickler, pickle.Unpickler)
     distributed_c10d._unpickler = _ReceivedUnpickler

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.common.process.agreement import read_listed_objects
+from backends.common.process.agreement import read_plain_objects
 from slime_like.checks.packages import ALLOCATOR, expandable_segments
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
@@ -72,7 +72,7 @@ def join_world(trainer: TrainerConfig, placement: RankPlacement, cuda_backend: s
             phase="setup",
             remedy="check that all ranks start and that the port is free",
         ) from error
-    read_listed_objects()
+    read_plain_objects()
     # No `device_id`: with it torch (2.13, 2.14: `_new_process_group_helper`) splits the world's communicator for every
     # group, and for a new gloo group only on ranks outside it, which would wait for the others.
     dist.init_process_group(

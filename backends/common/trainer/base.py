@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import choose_flash_attention
-from backends.common.checkpoint.writing import RankWriting
+from backends.common.checkpoint.writing import CheckpointWriter
 from backends.common.hugging_face.directory import to_checkpoint_layout
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import allocator_problems, prepare_processor, use_expandable_segments
@@ -64,7 +64,7 @@ class TrainerBase(TrainerBackend):
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         self.config = config
         self.placement = placement
-        self._started: RankWriting | None = None
+        self._started: CheckpointWriter | None = None
         self._role = config.roles[placement.role]
         self._loss: Any = LOSSES_OF_HEADS[self._role.head](config) if self._role.trained else None
         self._step, self._perturbed = StepSums(), contextlib.ExitStack()
@@ -356,7 +356,7 @@ class TrainerBase(TrainerBackend):
 @dataclass(frozen=True, slots=True)
 class _StartedSave:
     trainer: "TrainerBase"
-    writing: RankWriting
+    writing: CheckpointWriter
 
     def is_written(self) -> bool:
         return self.writing.is_written()

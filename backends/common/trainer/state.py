@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.writing import RankWriting
+from backends.common.checkpoint.writing import CheckpointWriter
 from backends.common.hugging_face.files import Adapter
 from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies, HostOffload, HostPool, wait_for_device
@@ -159,7 +159,7 @@ class TrainerState(ABC):
         """Read what a writer from ``plan_save`` wrote, in any layout."""
 
     @abstractmethod
-    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> RankWriting:
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
         """Return a writer of weights, optimizer, schedule and random state.
 
         Args:

@@ -6,27 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
 from backends.common.checkpoint.integrity import ByteRange, ChecksumStream
-from backends.common.checkpoint.partial_output import partial_output
-from backends.common.hugging_face.conversion import (
-    Conversion,
-    FileFaults,
-    FileJob,
-    common_dtype,
-    fingerprint,
-    translate_disk_errors,
-)
+from backends.common.checkpoint.writing import Box, write_index, write_part
+from backends.common.hugging_face.conversion import Conversion, FileJob, common_dtype, hidden_output
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, in_files
 from backends.common.process.agreement import list_names
+from backends.megatron.checkpoint import OPTIMIZER, open_stored, plain_files
 from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.placement import open_checked
 from backends.megatron.families import family_of
-from backends.megatron.offline.megatron_files import MegatronCheckpoint, write_entry, write_index, write_object
 from backends.megatron.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import LoraConfig, ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
@@ -68,10 +60,12 @@ class MegatronSource:
         dimensions = ModelDimensions.from_checkpoint(model.path)
         (plan,) = plan_ranks(model, one_rank, dimensions)
         plans = [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
-        self._checkpoint = MegatronCheckpoint(checkpoint, plans)
+        self._stored = open_stored(checkpoint)
+        parts = (part for plan in plans for part in plan.parts())
+        self._stored.require({part.name: (part.shape, part.is_padded) for part in parts}, (OPTIMIZER,))
         self._plans = {plan.placement.source_names()[0]: plan for plan in plans}
         self.tensors = {
-            name: TensorInfo(str(self._checkpoint.dtype(plan)).removeprefix("torch."), shape)
+            name: TensorInfo(str(self._stored.dtype(plan.key)).removeprefix("torch."), shape)
             for plan in plans
             for name, shape in zip(plan.placement.source_names(), plan.placement.shapes, strict=True)
         }
@@ -83,11 +77,13 @@ class MegatronSource:
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Read tensors. ``names`` must be one of ``groups``."""
         plan = self._plans[names[0]]
-        tensors = merge_shards(plan.placement, [self._checkpoint.read(plan)])
+        values = replace(plan, dtype=self._stored.dtype(plan.key)).empty()
+        self._stored.read(plan.parts(values))
+        tensors = merge_shards(plan.placement, [values])
         return dict(zip(plan.placement.source_names(), tensors, strict=True))
 
 
-_Job = FileJob[RankPlan]
+_Job = FileJob[list[ParameterPlan]]
 
 
 def to_megatron(
@@ -98,16 +94,8 @@ def to_megatron(
     plans = plan_ranks(model, trainer, dimensions)
     with open_checked(source, dimensions, compares_copies=True) as checkpoint:
         jobs = _jobs(_cast(plans, checkpoint, options), options.max_file_bytes)
-        request = {
-            "what": "to-megatron",
-            "source": str(source.resolve()),
-            "files": fingerprint(source),
-            "layout": trainer.parallel.model_dump(),
-            "dtype": options.dtype,
-            "max_file_bytes": options.max_file_bytes,
-        }
-        with partial_output(output, request) as partial:
-            return _convert(trainer.parallel, _ToMegatron(source, partial, options, checkpoint), jobs, report)
+        with hidden_output(output) as hidden:
+            return _convert(trainer.parallel, _ToMegatron(source, hidden, options, checkpoint=checkpoint), jobs, report)
 
 
 def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[RankPlan]:
@@ -139,68 +127,56 @@ def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conversi
     return casts
 
 
-def _entries(plan: RankPlan) -> list[ShardedTensor | ShardedObject]:
-    return [*(entry for parameter in plan.parameters for entry in parameter.entries()), *plan.objects]
-
-
 def _jobs(plans: Sequence[RankPlan], max_bytes: int) -> list[_Job]:
     jobs = []
     for plan in plans:
         files = in_files(plan.parameters, lambda parameter: parameter.nbytes, max_bytes)
-        if plan.objects and not files:
-            files = [[]]
         for number, parameters in enumerate(files):
-            name, objects = f"{WEIGHTS}/__{plan.rank}_{number}.distcp", plan.objects if number == 0 else ()
-            content = RankPlan(plan.rank, tuple(parameters), objects)
             tensors = [parameter.placement.name for parameter in parameters]
-            jobs.append(FileJob(name, content, tensors, sum(parameter.nbytes for parameter in parameters)))
+            nbytes = sum(parameter.nbytes for parameter in parameters)
+            jobs.append(FileJob(f"{WEIGHTS}/__{plan.rank}_{number}.distcp", parameters, tensors, nbytes))
     return jobs
 
 
-@dataclass(frozen=True, slots=True)
-class _ToMegatron(Conversion[RankPlan]):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToMegatron(Conversion[list[ParameterPlan]]):
     checkpoint: HfCheckpoint
 
-    def _pieces(
-        self, content: RankPlan, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[ByteRange]:
-        for parameter in content.parameters:
-            for entry in parameter.entries(self._values(parameter, faults)):
-                yield write_entry(stream, entry)
+    def _pieces(self, content: list[ParameterPlan], stream: ChecksumStream, tracker: Tracker) -> Iterator[ByteRange]:
+        for parameter in content:
+            for part in parameter.parts(self._values(parameter)):
+                yield write_part(stream, part)
             tracker.advance(parameter.nbytes)
-        for entry in content.objects:
-            yield write_object(stream, entry)
 
-    def _values(self, parameter: ParameterPlan, faults: FileFaults) -> Tensor:
+    def _values(self, parameter: ParameterPlan) -> Tensor:
         values, names = parameter.empty(), parameter.placement.source_names()
         for piece in parameter.placement.pieces():
             part = self.checkpoint.read_unchecked(names[piece.source], piece.axis, piece.start, piece.length)
             view = piece.view(values)
             view.copy_(part.view(view.shape))
-            faults.note(names[piece.source], part, view)
+            self.faults.note(names[piece.source], part, view)
         return values
 
 
 def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
-    partial, parameters = work.partial, [parameter for job in jobs for parameter in job.content.parameters]
-    with translate_disk_errors(partial.path):
-        (partial.path / WEIGHTS).mkdir(exist_ok=True)
-    files, reused = work.write_files(jobs, report)
+    weights, model, parameters = (
+        work.output / WEIGHTS,
+        work.output / MODEL,
+        [each for job in jobs for each in job.content],
+    )
+    weights.mkdir()
+    files = work.write_files(jobs, report)
+    boxes = {job.name: [Box.of(part) for parameter in job.content for part in parameter.parts()] for job in jobs}
+    write_index(weights, [(Path(name).name, each, files[name]) for name, each in boxes.items()], plain_files({}))
+    model.mkdir()
     dtype = common_dtype([(parameter.dtype, parameter.nbytes) for parameter in parameters])
-    with translate_disk_errors(partial.path):
-        write_index(
-            partial.path / WEIGHTS,
-            [(Path(job.name).name, _entries(job.content), files[job.name].pieces) for job in jobs],
-        )
-        (partial.path / MODEL).mkdir(exist_ok=True)
-        copy_companions(work.source, partial.path / MODEL, dtype)
-        facts = {
-            "source": str(work.source.resolve()),
-            "dtype": str(dtype).removeprefix("torch."),
-            "parallel": parallel.model_dump(),
-            KEPT: len(work.checkpoint.kept),
-        }
-        write_description(partial.path, facts)
-        partial.commit()
+    copy_companions(work.source, model, dtype)
+    facts = {
+        "source": str(work.source.resolve()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "parallel": parallel.model_dump(),
+        KEPT: len(work.checkpoint.kept),
+    }
+    write_description(work.output, facts)
     tensors = {name for parameter in parameters for name in parameter.placement.source_names()}
-    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)
+    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs))

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
+from backends.common.checkpoint.writing import Part
 from backends.common.process.agreement import list_names
+from backends.megatron.checkpoint import Sharded, parts_of
 from backends.megatron.conversion.placement import PlacedParameter, named_weights, place_lora_weights, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Shape
@@ -34,7 +35,7 @@ class ParameterPlan:
     """
 
     placement: PlacedParameter
-    sharded: ShardedTensor | ShardedTensorFactory
+    sharded: Sharded
     dtype: torch.dtype = torch.float32
 
     @property
@@ -52,23 +53,20 @@ class ParameterPlan:
         pads = self.placement.rule.transform.pads
         return (torch.zeros if pads else torch.empty)(self.placement.parameter.shape, dtype=self.dtype)
 
-    def entries(self, values: Tensor | None = None) -> list[ShardedTensor]:
-        """List the checkpoint's entries. Their data are views of ``values`` or, without ``values``, shapes only."""
+    def parts(self, values: Tensor | None = None) -> list[Part]:
+        """List its parts on disk. Their data are views of ``values`` or, without ``values``, shapes only."""
         if values is None:
             values = torch.empty(self.placement.parameter.shape, dtype=self.dtype, device="meta")
-        if isinstance(self.sharded, ShardedTensorFactory):
-            built = replace(self.sharded, data=values).build()
-            return [entry for entry in nested_values(built) if isinstance(entry, ShardedTensor)]
-        return [replace(self.sharded, data=values, dtype=values.dtype)]
+        changes = {} if isinstance(self.sharded, ShardedTensorFactory) else {"dtype": values.dtype}
+        return [*parts_of(replace(self.sharded, data=values, **changes))]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Files of one rank: the parameters whose main copy it holds, and Megatron's other objects."""
+    """Files of one rank: the parameters whose main copy it holds."""
 
     rank: int
     parameters: tuple[ParameterPlan, ...]
-    objects: tuple[ShardedObject, ...]
 
 
 def plan_ranks(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> list[RankPlan]:
@@ -88,7 +86,6 @@ def plan_ranks(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDime
 
 def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
     parameters: list[ParameterPlan] = []
-    objects: list[ShardedObject] = []
     is_adapter = model.lora.is_set
     with alone_as(trainer, rank):
         for chunk in build_meta_chunks(model, trainer, dimensions):
@@ -96,14 +93,13 @@ def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDime
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
             state, place = (lora_entries(chunk, state), place_lora_weights) if is_adapter else (state, place_parameters)
             main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
-            objects += [value for value in main.values() if isinstance(value, ShardedObject)]
             placements = {id(placed.parameter): placed for placed in place([chunk], dimensions)}
             parameters += [
                 ParameterPlan(placements[id(parameter)], main[name])
                 for name, parameter in named_weights(chunk)
                 if name in main
             ]
-    return RankPlan(rank, tuple(parameters), tuple(objects))
+    return RankPlan(rank, tuple(parameters))
 
 
 def require_exactly_once(plans: Sequence[RankPlan], shapes: Mapping[str, Shape]) -> None:
@@ -117,9 +113,9 @@ def require_exactly_once(plans: Sequence[RankPlan], shapes: Mapping[str, Shape])
         for piece in parameter.placement.pieces():
             ranges[names[piece.source]].append((piece.start, piece.length))
             cut_axis[names[piece.source]] = piece.axis
-        for entry in parameter.entries():
-            stored.setdefault(entry.key, []).append((entry.global_offset, entry.data.numel()))
-            sizes[entry.key] = entry.global_shape
+        for part in parameter.parts():
+            stored.setdefault(part.name, []).append((part.offset, part.data.numel()))
+            sizes[part.name] = part.shape
     wrong = [name for name, spans in ranges.items() if not _tile(spans, shapes[name][cut_axis.get(name, 0)])]
     wrong += [key for key, spans in stored.items() if not _fill(spans, torch.Size(sizes[key]).numel())]
     if wrong:

@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
 
-from backends.common.checkpoint.integrity import ByteRange, Checksums, VerifyingReader
+from backends.common.checkpoint.integrity import ByteRange, Checksums
 from backends.common.checkpoint.reading import read_index
-from backends.common.checkpoint.writing import translate_disk_errors, write_data_file
-from backends.fsdp.checkpoint import PLAIN_FILES, FsdpConverter, StoredCheckpoint
-from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
-from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
+from backends.common.checkpoint.writing import Box, Part, translate_disk_errors, write_data_file, write_index
+from backends.fsdp.checkpoint import COMMON, FsdpConverter, open_stored
+from backends.megatron.checkpoint import PLAIN_FILES
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, TensorInfo
@@ -31,26 +28,37 @@ from tests.support.rejections import Rejects
 
 
 def _state() -> dict[str, Any]:
-    return {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(4, dtype=torch.bfloat16), "random": "state"}
+    return {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(4, dtype=torch.bfloat16), "random": ["state"]}
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     directory = tmp_path / "stored"
     checkpoint.save(_state(), storage_writer=FileSystemWriter(directory), no_dist=True)
+    (directory / "common.json").write_text('{"format": 1}')
+    return _signed(directory)
+
+
+def _signed(directory: Path, pieces: dict[str, list[ByteRange]] | None = None) -> Path:
+    """Write the checksums of what is there."""
+    plain = [".metadata", "common.json"]
+    Checksums.of_directory(directory, pieces_of(directory) if pieces is None else pieces, plain).write()
     return directory
 
 
 def _load(directory: Path, ours: bool) -> dict[str, Any]:
-    """Load with our reader and checksums of the existing files, or with torch's reader."""
-    checksums = Checksums(directory, pieces_of(directory), {})
-    reader = VerifyingReader(directory, checksums) if ours else FileSystemReader(directory)
-    state = {"weight": torch.zeros(2, 3), "half": torch.zeros(4, dtype=torch.bfloat16), "random": ""}
-    checkpoint.load(state, storage_reader=reader, no_dist=True)
-    return state
+    """Load with our reader, or with torch's."""
+    state = {"weight": torch.zeros(2, 3), "half": torch.zeros(4, dtype=torch.bfloat16), "random": []}
+    if not ours:
+        checkpoint.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+        return state
+    tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+    found = open_stored(directory)
+    found.read(Part(name, each, tuple(each.shape), (0,) * each.ndim) for name, each in tensors.items())
+    return tensors | {"random": found.read_object("random")}
 
 
-def test_the_index_is_read_like_by_torch(stored: Path) -> None:
+def test_a_checkpoint_is_read_like_by_torch(stored: Path) -> None:
     with (stored / ".metadata").open("rb") as file:
         found, expected = read_index(file), torchs_index(stored)
     assert found.state_dict_metadata == expected.state_dict_metadata
@@ -58,17 +66,17 @@ def test_the_index_is_read_like_by_torch(stored: Path) -> None:
     for ours in (True, False):
         state = _load(stored, ours)
         assert all(torch.equal(state[name], _state()[name]) for name in ("weight", "half"))
-        assert state["random"] == "state"
+    assert state["random"] == ["state"]
 
 
 @pytest.mark.parametrize("name", ["random", "weight"])
-def test_an_object_that_is_a_program_is_not_executed(stored: Path, tmp_path: Path, name: str) -> None:
+def test_an_object_that_is_a_program_is_not_executed(stored: Path, tmp_path: Path, name: str, rejects: Rejects) -> None:
     """torch's reader does execute the same files, whether an object or a tensor was replaced."""
     executed = tmp_path / "executed"
     forge_object(stored, name, Program(executed))
-    with pytest.raises(CheckpointException) as caught:
-        _load(stored, ours=True)
-    assert "is not plain data" in str(caught.value) and not executed.exists()
+    with rejects(CheckpointError, "checkpoint-damaged"):
+        open_stored(_signed(stored)).read_object(name)
+    assert not executed.exists()
     _load(stored, ours=False)
     assert executed.exists()
 
@@ -140,35 +148,36 @@ def test_the_parts_of_an_index_must_fit(stored: Path, forge: Callable[[Metadata]
 @pytest.mark.parametrize("what", ["unlisted", "pipe"])
 def test_data_files_must_be_files_that_the_checksums_list(stored: Path, what: str, rejects: Rejects) -> None:
     """Reading a pipe would never end."""
-    pieces = pieces_of(stored)
     if what == "pipe":
         (stored / "__0_0.distcp").unlink()
         os.mkfifo(stored / "__0_0.distcp")
-    reader = VerifyingReader(stored, Checksums(stored, {} if what == "unlisted" else pieces, {}))
+    else:
+        _signed(stored, {})
     with rejects(CheckpointError, "checkpoint-damaged"):
-        reader.read_metadata()
+        open_stored(stored)
 
 
 def test_every_element_of_a_tensor_must_be_stored(stored: Path, rejects: Rejects) -> None:
     """torch's reader would leave the last row uninitialized."""
-    (stored / "common.json").write_text('{"format": 1}')
-    for rows in (2, 3):
-        index = torchs_index(stored)
-        index.state_dict_metadata["weight"].size = torch.Size([rows, 3])
-        (stored / ".metadata").write_bytes(pickle.dumps(index))
-        Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
-        if rows == 2:
-            assert StoredCheckpoint(stored).shapes["weight"] == (2, 3)
+    index = torchs_index(stored)
+    index.state_dict_metadata["weight"].size = torch.Size([3, 3])
+    (stored / ".metadata").write_bytes(pickle.dumps(index))
     with rejects(CheckpointError, "checkpoint-damaged") as caught:
-        StoredCheckpoint(stored)
+        open_stored(_signed(stored))
     assert "6 of 9 elements" in str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_every_element_must_be_written_once(lost: bool, tmp_path: Path, rejects: Rejects) -> None:
+    box, pieces = Box("weight", "float32", (2, 3), (0, 0), (1, 3)), [ByteRange("weight", 0, 12, 0)]
+    with rejects(CheckpointError, "tensors-not-written"):
+        write_index(tmp_path, [("a", [box], pieces), ("b", [] if lost else [box], [] if lost else pieces)], {})
 
 
 def test_values_and_weights_must_have_their_types(stored: Path, rejects: Rejects, tmp_path: Path) -> None:
     (stored / "common.json").write_text("3")
-    Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
     with rejects(CheckpointError, "checkpoint-damaged"):
-        StoredCheckpoint(stored)
+        open_stored(_signed(stored))
 
     class Forged(FsdpConverter):
         def _open(self, checkpoint: Path) -> Any:
@@ -180,7 +189,7 @@ def test_values_and_weights_must_have_their_types(stored: Path, rejects: Rejects
         Forged(config.model, config.trainer).to_hugging_face(tmp_path, tmp_path / "out", options, lambda *_: None)
 
 
-@pytest.mark.parametrize(("written", "read"), [(MEGATRON_FILES, FSDP_FILES), (FSDP_FILES, MEGATRON_FILES)])
+@pytest.mark.parametrize(("written", "read"), [(PLAIN_FILES, (COMMON,)), ((COMMON,), PLAIN_FILES)])
 def test_a_checkpoint_of_another_backend_is_not_called_damaged(
     written: tuple[str, ...], read: tuple[str, ...], tmp_path: Path, rejects: Rejects
 ) -> None:
@@ -233,25 +242,25 @@ def test_a_file_of_another_length_is_rejected(
 FULL = Path("/dev/full")
 """Device on which every write fails like on a full disk (Linux)."""
 
-TENSOR = (WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR), torch.zeros(100_000))
-OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(bytes(100_000)))
+ENTRIES = [
+    ([Part("weight", torch.zeros(100_000), (100_000,), (0,))], {}),
+    ([], {"state": bytes(100_000)}),
+]
 
 
-@pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
-def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[Any, Any]], rejects: Rejects) -> None:
+@pytest.mark.parametrize(("parts", "objects"), ENTRIES, ids=["tensor", "object"])
+def test_a_full_disk_is_reported_with_the_systems_message(
+    parts: list[Part], objects: dict[str, bytes], rejects: Rejects
+) -> None:
     usage = os.statvfs(FULL)
     with rejects(CheckpointError, "write-refused") as caught, translate_disk_errors(FULL):
-        write_data_file(FULL, "__0_0.distcp", entries)
+        write_data_file(FULL, parts, objects)
     ((free, size),) = re.findall(r"No space left on device; (\d+) of (\d+) bytes are free", str(caught.value))
     assert int(size) == usage.f_blocks * usage.f_frsize
     assert 0 <= int(free) <= int(size)
 
 
-def test_only_the_disks_errors_are_reported_as_such(tmp_path: Path, rejects: Rejects) -> None:
-    path = tmp_path / "gone" / "__1_0.distcp"
-    with rejects(CheckpointError, "write-refused") as caught, translate_disk_errors(path):
-        raise CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
-    assert str(caught.value).startswith(f"{path}: could not be written (Input/output error; ")
-    unwritable = (TENSOR[0], torch.empty(3, device="meta"))
+def test_only_the_disks_errors_are_reported_as_such(tmp_path: Path) -> None:
+    unwritable = Part("weight", torch.empty(3, device="meta"), (3,), (0,))
     with pytest.raises(NotImplementedError), translate_disk_errors(tmp_path):
-        write_data_file(tmp_path / "file", "file", [unwritable])
+        write_data_file(tmp_path / "file", [unwritable], {})
