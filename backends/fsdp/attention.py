@@ -1,20 +1,26 @@
-"""Packed attention and recurrence in transformers' layers.
+"""Packed attention and recurrence in transformers' layers, and one rank's model input from a pack.
 
 Attention is an attention implementation of transformers. Gated delta nets keep their own projections, norm and gate,
 around our packed recurrence.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.common.attention import AnyAttention
+from backends.common.attention import AnyAttention, choose_attention
 from backends.common.linear_attention import Recurrence
+from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
+from backends.common.step.packs import MicroBatch, ResponseRows, on_device
+from backends.common.step.routes import Replay
+from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.errors import TrainerError
+from slime_like.trajectory import PackedTrajectory
 
 NAME = "slime_like_packed"
 """Name of the attention in transformers. No mask function is registered for it, so no mask is ever created."""
@@ -167,3 +173,36 @@ def _gated_delta_forward(
     normed = layer.norm(out.flatten(0, 1), z.reshape(-1, out.shape[2]))
     result: Tensor = layer.out_proj(normed.view(1, len(out), -1))
     return result
+
+
+@dataclass(slots=True)
+class FsdpInput(MicroBatch):
+    """One pack on this rank's device; ``routed`` is set if routers balance or replay."""
+
+    mixers: TokenMixers
+    responses: ResponseRows
+    routed: RoutedTokens | None
+
+
+def model_input(
+    pack: PackedTrajectory,
+    device: torch.device,
+    context: dist.ProcessGroup,
+    by_package: bool = False,
+    balance: Balance = NO_BALANCE,
+    replay: Replay | None = None,
+    recurs: bool = False,
+) -> FsdpInput:
+    """Take this rank's part of ``pack``, which is the same on every rank that shares it.
+
+    ``by_package``: several context ranks attend with ring-flash-attn instead of our all-gather. ``recurs``: some layers
+    have linear attention.
+    """
+    shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
+    attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
+    routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
+    recurrence = Recurrence.of(shard, context) if recurs else None
+    mixers, responses = TokenMixers(attention, recurrence), ResponseRows.of(pack, shard)
+    needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
+    moved, shard, mixers, responses, routed = on_device((needed, shard, mixers, responses, routed), device)
+    return FsdpInput(pack, moved, shard, context, mixers, responses, routed)

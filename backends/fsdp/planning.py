@@ -16,7 +16,7 @@ from backends.common.step.teacher import Teachers
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
-from backends.fsdp.micro_batch import model_input
+from backends.fsdp.attention import model_input
 from backends.fsdp.model import FsdpModel, sharded_meta_model
 from backends.fsdp.parallel import FsdpGroups, shard_of
 from slime_like.config import RunConfig, TrainerConfig

@@ -11,7 +11,7 @@ from backends.common.step.packs import require_computable
 from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
-from backends.fsdp.micro_batch import FsdpInput, model_input
+from backends.fsdp.attention import FsdpInput, model_input
 from backends.fsdp.model import FsdpModel, build
 from backends.fsdp.optimizer import FsdpOptimizer
 from backends.fsdp.own_forward import narrow_windows, require_own_forward

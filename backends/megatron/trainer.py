@@ -56,7 +56,7 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
-        from backends.megatron.offline.converter import MegatronConverter
+        from backends.megatron.offline import MegatronConverter
 
         return MegatronConverter(model, trainer)
 

@@ -42,7 +42,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "quantized-shapes": "slime_like.weights.quantization:with_scales",
         "quantized-settings": "slime_like.weights.quantization:checkpoint_settings",
         # engines on several nodes
-        "engine-store": "slime_like.weights.transports.broadcast_group:serve_store",
+        "engine-store": "slime_like.weights.transports.collective:serve_store",
     }
 )
 """Import paths, ``module:attribute``, by the name of the part."""

@@ -68,7 +68,7 @@ OF_SCORES = [
     ),
     Edit(
         "positions restart behind the prefix",
-        "backends.fsdp.micro_batch",
+        "backends.fsdp.attention",
         'layout="contiguous")\n',
         'layout="contiguous")\n'
         "    bounds = shard.cu_seqlens_padded\n"
@@ -107,14 +107,14 @@ def test_the_comparison_of_prefixes_catches(bug: Edit) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ exports
-CONVERTER, SOURCE = "backends.common.hugging_face.converter", "backends.megatron.offline.converter"
+CONVERTER, SOURCE = "backends.common.hugging_face.converter", "backends.megatron.offline"
 READ = "return dict(zip(plan.placement.source_names(), tensors, strict=True))"
 OTHER = 'name.replace("k_proj", "-").replace("v_proj", "k_proj").replace("-", "v_proj")'
 ALPHA = Edit(
     "alpha is forgotten",
     CONVERTER,
-    "write_adapter_settings(partial.path, lora,",
-    'write_adapter_settings(partial.path, lora.model_copy(update={"alpha": float(lora.rank)}),',
+    "write_adapter_settings(hidden, lora,",
+    'write_adapter_settings(hidden, lora.model_copy(update={"alpha": float(lora.rank)}),',
 )
 SWAPPED = Edit(  # their factors have the same shapes
     "keys and values are swapped",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends.megatron import cpu_devices
+from backends.megatron import cpu_runtime
 
 _aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ class StrictDevice(contextlib.ExitStack):
                 return run(*arguments, **options)
 
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward)
-        patch.setattr(cpu_devices, "synchronized", lambda: self.look_at("synchronize", waits=True))
+        patch.setattr(cpu_runtime, "synchronized", lambda: self.look_at("synchronize", waits=True))
         return self
 
     def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ class StrictDevice(contextlib.ExitStack):
 def _calling_line() -> tuple[str, int]:
     """Return the innermost line outside torch and this module, as ``file.py: text``, and its number."""
     frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename in (__file__, cpu_devices.__file__) or "/torch/" in frame.f_code.co_filename:
+    while frame.f_code.co_filename in (__file__, cpu_runtime.__file__) or "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
     name, number = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(name).name}: {linecache.getline(name, number).strip()}", number

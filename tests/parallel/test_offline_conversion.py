@@ -23,8 +23,7 @@ from backends.megatron import conversion
 from backends.megatron.checkpoint import load_weights, parts_of, sharded_models
 from backends.megatron.families import family_of
 from backends.megatron.model import build_chunks
-from backends.megatron.offline.converter import MegatronConverter
-from backends.megatron.offline.plan import RankPlan, plan_ranks, require_exactly_once
+from backends.megatron.offline import MegatronConverter, RankPlan, plan_ranks, require_exactly_once
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model

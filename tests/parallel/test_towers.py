@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from backends.megatron.offline.converter import MegatronConverter
+from backends.megatron.offline import MegatronConverter
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.checks.model_directories import factor_problems, lora_problems
 from slime_like.config import RunConfig

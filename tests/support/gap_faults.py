@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backends.fsdp import micro_batch
+from backends.fsdp import attention
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.trainer import MegatronTrainer
 from rollout.transformers.engine import TransformersEngine
@@ -83,7 +83,7 @@ class ShiftedTrainer(FsdpTrainer):
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
         place = super().setup_for_scoring(checkpoint)
-        usual = micro_batch.split_for_context_parallel
+        usual = attention.split_for_context_parallel
 
         def shifted(pack: Any, size: int, rank: int, **options: Any) -> Any:
             shard = usual(pack, size, rank, **options)
@@ -91,7 +91,7 @@ class ShiftedTrainer(FsdpTrainer):
                 shard.position_ids = shard.position_ids + 2
             return shard
 
-        micro_batch.split_for_context_parallel = shifted
+        attention.split_for_context_parallel = shifted
         return place
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface
 
-from backends.fsdp import attention, micro_batch
+from backends.fsdp import attention
 from backends.fsdp.model import FsdpModel
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.algorithms.packing.prefixes import Sharing
@@ -48,7 +48,7 @@ class SmallModel:
         self._model = FsdpModel(hugging_face, {}, None, entropy_gradient=True)
 
     def compute(self, pack: PackedTrajectory) -> Computed:
-        batch = micro_batch.model_input(pack, torch.device("cpu"), _ALONE)
+        batch = attention.model_input(pack, torch.device("cpu"), _ALONE)
         self._model.zero_grad()
         shard = batch.shard
         scored = self._model(shard.tokens, shard.position_ids, batch.mixers, batch.responses)

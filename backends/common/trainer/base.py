@@ -20,10 +20,15 @@ from backends.common.hugging_face.directory import to_checkpoint_layout
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import allocator_problems, prepare_processor, use_expandable_segments
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
-from backends.common.step.objective import LOSSES_OF_HEADS
+from backends.common.step.objective import (
+    LOSSES_OF_HEADS,
+    StepSums,
+    reduce_over_data,
+    require_finite_losses,
+    require_finite_norm,
+)
 from backends.common.step.packs import MicroBatch
 from backends.common.step.routes import Replay
-from backends.common.step.sums import StepSums, reduce_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import StepOptimizer, TrainerState
 from slime_like.checks.packages import cpu_only_settings, fla_problem
 from slime_like.config import RunConfig

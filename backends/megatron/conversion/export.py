@@ -1,7 +1,7 @@
 """Export of the ranks' shards as full tensors under Hugging Face names, streamed in buckets."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,6 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER, factor_shapes
 
 _ALIGNMENT = 64
-
-Empty = Callable[..., Tensor]
-"""Factory of a tensor with a shape, a ``dtype`` and undefined values."""
 
 
 def export_buckets(
@@ -131,14 +128,12 @@ def _stream(exported: Sequence[PlacedParameter], bucket_bytes: int) -> Iterator[
     batches = in_files(exported, nbytes, bucket_bytes)  # consecutive parameters, gathered together
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_and_model_parallel_group()
-    arena = _Arena(exported[0].parameter.device)
     for batch in batches:
-        arena.clear()
         split = [item for item in batch if item.rule.transform.sharded and not _of_experts(item)]
         shards = _gathered(split, tensor_group) if first else {}
         if first_of_experts:
             shards |= _gathered([item for item in batch if _of_experts(item)], expert_group)
-        parts = (part for item in batch for part in _tensors(item, shards, _sends(), arena))
+        parts = (part for item in batch for part in _tensors(item, shards, _sends()))
         yield from _buckets(parts, bucket_bytes)
 
 
@@ -176,27 +171,6 @@ def _unpacked(like: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     return views
 
 
-class _Arena:
-    """Memory for a batch's tensors, reused for the next batch: new memory costs as much as the copy into it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._used = 0
-
-    def clear(self) -> None:
-        self._used = 0
-
-    def empty(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._used + nbytes > self._memory.numel():
-            # Tensors already handed out keep the old memory; the new one fits a whole batch of this size.
-            self._memory = torch.empty(2 * self._used + nbytes, dtype=torch.uint8, device=self._memory.device)
-            self._used = 0
-        start = self._used
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return self._memory[start : start + nbytes].view(dtype).view(shape)
-
-
 def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Group parts into buckets. Parts without a tensor, on ranks that only take part, count only by size."""
     bucket: list[tuple[str, Tensor]] = []
@@ -212,7 +186,7 @@ def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int)
 
 
 def _tensors(
-    placement: PlacedParameter, shards: dict[str, list[Tensor]], sends: bool, arena: _Arena
+    placement: PlacedParameter, shards: dict[str, list[Tensor]], sends: bool
 ) -> Iterator[tuple[str, Tensor | None, int]]:
     """Yield name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
     experts = _expert_numbers(placement)
@@ -226,9 +200,7 @@ def _tensors(
     per_expert = placement.tp.size if sharded or placement.expert is not None else 1
     used = per_expert if sharded else 1
     slices = [gathered[start : start + used] for start in range(0, len(gathered), per_expert)]
-    yield from zip(
-        names, [tensor for part in slices for tensor in merge_shards(placement, part, arena.empty)], sizes, strict=True
-    )
+    yield from zip(names, [tensor for part in slices for tensor in merge_shards(placement, part)], sizes, strict=True)
 
 
 def _expert_numbers(placement: PlacedParameter) -> list[int | None]:
@@ -240,24 +212,20 @@ def _expert_numbers(placement: PlacedParameter) -> list[int | None]:
     return [placement.expert % count + rank * count for rank in range(ranks)]
 
 
-def merge_shards(placement: PlacedParameter, shards: Sequence[Tensor], empty: Empty = torch.empty) -> list[Tensor]:
-    """Merge the shards of all tensor-parallel ranks into full Hugging Face tensors; views if nothing has to move.
-
-    Args:
-        empty: creates tensors that are not views, from shape and type.
-    """
+def merge_shards(placement: PlacedParameter, shards: Sequence[Tensor]) -> list[Tensor]:
+    """Merge the shards of all tensor-parallel ranks into full Hugging Face tensors; views if nothing has to move."""
     parts: list[list[tuple[Piece, Tensor]]] = [[] for _ in placement.shapes]
     for rank, shard in enumerate(shards):
         for piece in placement.pieces(rank):
             parts[piece.source].append((piece, shard))
-    return [_joined(shape, pieces, empty) for shape, pieces in zip(placement.shapes, parts, strict=True)]
+    return [_joined(shape, pieces) for shape, pieces in zip(placement.shapes, parts, strict=True)]
 
 
-def _joined(shape: Shape, parts: Sequence[tuple[Piece, Tensor]], empty: Empty) -> Tensor:
+def _joined(shape: Shape, parts: Sequence[tuple[Piece, Tensor]]) -> Tensor:
     first = parts[0][0].view(parts[0][1])
     if len(parts) == 1 and first.is_contiguous():
         return first.view(shape)
-    full = empty(shape, dtype=first.dtype)
+    full = first.new_empty(shape)
     for piece, shard in parts:
         view = piece.view(shard)
         full.narrow(piece.axis, piece.start, piece.length).view(view.shape).copy_(view)

@@ -28,7 +28,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.transports.broadcast_group import serve_store
+from slime_like.weights.transports.collective import serve_store
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import LINEAR, write_checkpoint
 
