@@ -197,29 +197,17 @@ def _parts(
     """List query rows with the keys that they see, each key in one part: masked squares, and rectangles of queries with
     the keys before the first of them.
 
-    Arguments are flash-attn's, without the tensors; results are always ``deterministic``.
+    Arguments are flash-attn's, without the tensors; results are always ``deterministic``. The longest lengths are not
+    needed.
 
     Raises:
         NotImplementedError: another kind of attention.
-        ValueError: flash-attn would silently read wrong rows or skip some.
     """
-    asked = {
-        "dropout_p": dropout_p != 0,
-        "causal=False": not causal,
-        "window_size": (window_size_left, window_size_right) != (-1, -1),
-        "softcap": softcap != 0,
-        "alibi_slopes": alibi_slopes is not None,
-        "return_softmax": return_softmax,
-    }
-    if wanted := [name for name, is_asked in asked.items() if is_asked]:
-        raise NotImplementedError(
-            f"flash-attn's {', '.join(wanted)} is not supported on the CPU; use plain causal attention"
-        )
-    queries, keys = _spans("q", cu_seqlens_q, max_seqlen_q), _spans("k", cu_seqlens_k, max_seqlen_k)
+    windows = (window_size_left, window_size_right) != (-1, -1)
+    if dropout_p or softcap or windows or alibi_slopes is not None or return_softmax or not causal:
+        raise NotImplementedError("on the CPU, only flash-attn's plain causal attention is supported")
+    queries, keys = ([range(*ends) for ends in pairwise(each.tolist())] for each in (cu_seqlens_q, cu_seqlens_k))
     pairs = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
-    for q, k, missing in pairs:
-        if missing < 0:
-            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; give at least as many keys as queries")
     parts = [_part(queries, [k[before:] for _, k, before in pairs], True, softmax_scale)]
     far = [(q, k[:before]) for q, k, before in pairs if before]
     if far:
@@ -230,13 +218,3 @@ def _parts(
 def _part(queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> tuple[Rows, Rows, Pairing]:
     pairing = Pairing(segments_of(queries, _CPU), segments_of(keys, _CPU), causal, scale)
     return rows_of(queries, _CPU), rows_of(keys, _CPU), pairing
-
-
-def _spans(what: str, cu_seqlens: Tensor, longest: int) -> list[range]:
-    spans = [range(*ends) for ends in pairwise(cu_seqlens.tolist())]
-    lengths = [len(span) for span in spans]
-    if min(lengths) < 1:
-        raise ValueError(f"cu_seqlens_{what} has an empty segment; leave empty segments out")
-    if max(lengths) > longest:
-        raise ValueError(f"max_seqlen_{what}={longest} is less than the longest segment, {max(lengths)}; give that")
-    return spans

@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from backends.common.checkpoint.reading import is_file_name
 from backends.common.process.agreement import list_names
@@ -21,7 +21,6 @@ from slime_like.system.disk import length_fault
 CHECKSUMS_FILE = "checksums.json"
 """Written last: a checkpoint without it is incomplete."""
 
-_READ_BYTES = 4 << 20
 _SHOWN = 2
 """Number of tensors that a message names; it also names the directory and the file."""
 
@@ -33,14 +32,6 @@ class ByteRange(NamedTuple):
     offset: int
     length: int
     crc32: int
-
-    def is_in(self, file: IO[bytes]) -> bool:
-        """Return whether an open file holds these bytes at this place. Reads in bounded memory."""
-        file.seek(self.offset)
-        crc32, left = 0, self.length
-        while left and (block := file.read(min(left, _READ_BYTES))):
-            crc32, left = zlib.crc32(block, crc32), left - len(block)
-        return not left and crc32 == self.crc32
 
 
 class ChecksumStream:
