@@ -159,7 +159,8 @@ def test_only_engines_get_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     backend: Any = SimpleNamespace(
         export_weights=lambda: WeightExport(Manifest.of(dict(plain)), iter([WeightBucket(plain)]))
     )
-    export = RankExport(cast(Any, SimpleNamespace(sync=sync, bucket_bytes=lambda on_gpus: 1 << 20)))
+    roles = SimpleNamespace(scoring=[])
+    export = RankExport(cast(Any, SimpleNamespace(sync=sync, roles=roles, bucket_bytes=lambda on_gpus: 1 << 20)))
     export.backend, export.place = backend, RankCoordinates(0, 0, 0, 0, 0, 1)
     assert export.begin_export() == Manifest.of(dict(plain))
     assert {each: tensor.dtype for each, tensor in (export.next_tensors() or {}).items()} == dict.fromkeys(
