@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -236,6 +236,12 @@ class RewardPool:
             self._thread.run(self._workers.close())
         finally:
             self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""
