@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from backends.common.checkpoint.reading import FORMAT
-from backends.common.checkpoint.stored import StoredTensors
+from backends.common.checkpoint.stored import FORMAT, StoredTensors
 from backends.common.checkpoint.writing import CheckpointWriter, Part
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.trainer.host_memory import HostCopies

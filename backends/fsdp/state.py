@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from backends.common.checkpoint.reading import require_schedule
-from backends.common.checkpoint.stored import StoredTensors
+from backends.common.checkpoint.stored import StoredTensors, require_schedule
 from backends.common.checkpoint.writing import CheckpointWriter, Part
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.hugging_face.files import Shape

@@ -15,8 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import distributed as dist
 
-from backends.common.checkpoint.reading import FORMAT, require_schedule
-from backends.common.checkpoint.stored import StoredTensors
+from backends.common.checkpoint.stored import FORMAT, StoredTensors, require_schedule
 from backends.common.checkpoint.writing import CheckpointWriter, Part, to_bytes
 from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies

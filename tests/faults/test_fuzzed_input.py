@@ -27,8 +27,7 @@ import pytest
 import torch
 import yaml
 
-from backends.common.checkpoint.integrity import ByteRange, Checksums
-from backends.common.checkpoint.reading import is_file_name
+from backends.common.checkpoint.integrity import ByteRange, Checksums, is_file_name
 from slime_like.checks import training_needs
 from slime_like.checks.check import require_valid
 from slime_like.commands import main as entry

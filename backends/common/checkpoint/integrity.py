@@ -3,7 +3,7 @@
 torch stores a CRC-32 with every tensor but never compares it on loading, so a flipped byte becomes a wrong weight.
 Here, one more file stores the CRC-32 (ISO 3309, as in zlib) of the written bytes. A rank compares every piece before it
 loads it, under any layout, and before anything is unpickled. A CRC finds damage and mix-ups, but not forgery;
-``reading.py`` and ``stored.py`` prevent forged content from being executed.
+``stored.py`` prevents forged content from being executed.
 """
 
 import json
@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from backends.common.checkpoint.reading import is_file_name
 from backends.common.process.agreement import list_names
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file
@@ -180,6 +179,11 @@ def not_whole(directory: Path, reason: str) -> CheckpointError:
         who=str(directory),
         remedy=damage_remedy(directory, "use another one"),
     )
+
+
+def is_file_name(name: Any) -> bool:
+    """Return whether it names a file in a directory, and nothing outside."""
+    return isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not {"/", "\0"} & {*name}
 
 
 def _text(content: Any) -> bytes:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import ByteRange, Checksums
-from backends.common.checkpoint.reading import read_index
+from backends.common.checkpoint.stored import read_index
 from backends.common.checkpoint.writing import Box, Part, translate_disk_errors, write_data_file, write_index
 from backends.fsdp.checkpoint import COMMON, FsdpConverter, open_stored
 from backends.megatron.checkpoint import PLAIN_FILES
