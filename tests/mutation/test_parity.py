@@ -16,26 +16,10 @@ from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import VALUE_HEAD
-from tests.mutation.bugs import (
-    ANEW,
-    BASE,
-    BEGIN,
-    BIASES,
-    EXPORTED,
-    FACTORS,
-    GRADIENTS,
-    KLS,
-    MERGED,
-    NORM,
-    OF_TRAINING,
-    REFERENCE,
-    SCORES,
-    VALUES,
-)
-from tests.mutation.feature_bugs import OF_CRITICS, OF_FACTORS, OF_ROUTES, OF_TEACHERS
+from tests.mutation.bugs import BY_NAME, EVERY
 from tests.parallel import checks
 from tests.parallel.feature_cases import value_config
-from tests.parallel.harness import Comparison, Row, case_of, parameters
+from tests.parallel.harness import Row, case_of, parameters
 from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_by_size
 from tests.parallel.steps import same_bits
@@ -46,24 +30,25 @@ from tests.support.planted import Bug, Edit, plant
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many rows
 
-USUAL, OF_BIASES = (SCORES, GRADIENTS, NORM), (SCORES, BIASES)
-COMPARISONS: dict[str, tuple[Comparison, ...]] = {
-    "lora": (SCORES, REFERENCE, FACTORS, NORM, MERGED, BASE),
-    "values": (VALUES, EXPORTED, GRADIENTS),
-    "distilled": (SCORES, KLS, checks.check_loss, EXPORTED),
+USUAL = ("scores", "gradients", "norm")
+COMPARISONS: dict[str, tuple[str, ...]] = {
+    "biases": ("scores", "biases"),
+    "lora": ("scores", "reference", "factor_gradients", "norm", "merged", "base"),
+    "values": ("values", "exported_gradients", "gradients"),
+    "distilled": ("scores", "kls", "loss", "exported_gradients"),
 }
 """In order, by feature."""
-EVERY = OF_TRAINING + OF_FACTORS + OF_ROUTES + OF_CRITICS + OF_TEACHERS
 
 
 @parameters(EVERY)
 def test_the_comparison_catches(row: Row, cases: Any, results: Any) -> None:
-    comparisons = OF_BIASES if row.caught_by is BIASES else COMPARISONS.get(row.feature, USUAL)
+    kind = "biases" if row.caught_by is checks.check_biases else row.feature
+    comparisons: list[Any] = [getattr(checks, f"check_{name}") for name in COMPARISONS.get(kind, USUAL)]
     for comparison in comparisons[: comparisons.index(row.caught_by)]:
-        if comparison is not NORM or row.steps:
+        if comparison is not checks.check_norm or row.steps:
             comparison(case_of(row, cases), results[row])
     with nullcontext() if row.bug is None else pytest.raises(AssertionError):
-        row.caught_by(case_of(row, cases), results[row])
+        comparisons[comparisons.index(row.caught_by)](case_of(row, cases), results[row])
 
 
 # ----------------------------------------------------------------------------------------- other tests than the rows'
@@ -81,7 +66,8 @@ def _start(placement: RankPlacement, config: RunConfig, bug: Bug) -> str:
 
 def test_a_wrong_forward_pass_is_noticed_at_the_start(cases: Any, tmp_path: Path) -> None:
     config = cases("plain", "qwen3", 0).config(tmp_path, layout_of("fsdp-cp2"))
-    found = run_by_size(_start, tmp_path, {bug: (config, bug) for bug in (BEGIN, ANEW)})
+    names = ("sequences begin where the rank begins", "positions begin anew on every rank")
+    found = run_by_size(_start, tmp_path, {name: (config, BY_NAME[name]) for name in names})
     for message, _ in found.values():
         assert "differ from those of transformers' own forward pass" in message
 

@@ -25,7 +25,7 @@ from tests.engines.harness import run_config
 from tests.engines.local_adapter import LocalAdapterTrainers
 from tests.engines.local_sync import LocalEngines, LocalTrainers, QuantizedTrainers, new_sync
 from tests.engines.test_adapters import with_factors
-from tests.support.planted import Bug, Edit, Patch, name_of, plant
+from tests.support.planted import Bug, Patch, name_of, plant, read_bugs
 from tests.support.rejections import Rejects
 
 
@@ -146,20 +146,6 @@ class OfFactors(Setting):
 
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
-SENDER, ENGINE = "tests.engines.local_sync", "rollout.transformers.weights"
-TRANSPORT, QUANTIZATION = "slime_like.weights.transports.shared_memory", "slime_like.weights.quantization"
-ADAPTERS = "tests.engines.local_adapter"
-QUERY = "model.layers.1.self_attn.q_proj.weight"
-SWAPPED = f'w[[32, *range(1, 32), 0, *range(33, len(w))]] if name == "{QUERY}" else w'
-"""The first rows of the first two heads are swapped."""
-PLACES = "(w.new_tensor([0, 5]).long(), w.new_tensor([0, 7]).long())"
-MIXED = f'w.index_put({PLACES}, w[[5, 0], [7, 0]]) if name == "{QUERY}" else w'
-READ = "return read_bucket(metadata.entries, self._segments.open(metadata.location))"
-PARTS = "Manifest.of(dict(tensors[rank * share : (rank + 1) * share])) for rank in range(self._num_senders)]"
-EXPORT, RECEIVED = "return self.weights\n", READ.removeprefix("return ")
-SWAPS = Edit("", TRANSPORT, READ, f"return ((name, {SWAPPED}) for name, w in {RECEIVED})")
-
-
 def a_scale_of_another_matrix(patch: Patch) -> None:
     """Hashes are right, because every tensor arrived."""
     held: list[Tensor] = []
@@ -171,202 +157,22 @@ def a_scale_of_another_matrix(patch: Patch) -> None:
     patch.setattr(quantization, "dequantize", wrong)
 
 
-Table = list[tuple[str, tuple[Bug, ...]]]
+SETTINGS: dict[str, type[Setting]] = {"weights": Setting, "quantized": Quantized, "factors": OfFactors}
+IGNORES = "the engine receives factors and ignores them"
 
 
-def planted(code: str, name: str, module: str, old: str, new: str) -> tuple[str, tuple[Bug, ...]]:
-    return code, (Edit(name, module, old, new),)
+def _table() -> list[tuple[type[Setting], str, list[Bug]]]:
+    """Return what is synced, the error's code, and the edits of each bug."""
+    table, bugs = [], list[Bug]()
+    for bug, rows in read_bugs(Path(__file__).with_name("sync_bugs.txt")):
+        bugs.append(a_scale_of_another_matrix if isinstance(bug, str) else bug)
+        for kind, _, code in (row.partition(": ") for row in rows):
+            table.append((SETTINGS[kind], code, bugs))
+            bugs = []
+    return table
 
 
-OF_WEIGHTS: Table = [
-    # like a wrong QKV order: the hashed tensors are already wrong
-    planted(
-        "probe-gap",
-        "the export swaps two rows",
-        SENDER,
-        EXPORT,
-        f"return {{name: {SWAPPED} for name, w in self.weights.items()}}\n",
-    ),
-    planted("damaged-tensor", "the transport swaps two rows", TRANSPORT, READ, SWAPS.new),
-    # the sum of the bytes stays the same
-    planted(
-        "damaged-tensor",
-        "a tensor keeps two elements of another order",
-        TRANSPORT,
-        READ,
-        f"return ((name, {MIXED}) for name, w in {RECEIVED})",
-    ),
-    # manifest, buckets and hashes agree; the engine would keep the old tensor
-    planted(
-        "incomplete-update",
-        "the export forgets a tensor",
-        SENDER,
-        EXPORT,
-        f'return {{name: w for name, w in self.weights.items() if name != "{QUERY}"}}\n',
-    ),
-    planted(
-        "incomplete-update",
-        "the export has a tensor too many",
-        SENDER,
-        EXPORT,
-        'return self.weights | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}\n',
-    ),
-    # a partial manifest is not compared with the model
-    planted(
-        "update-target",
-        "the export passes for an adapter",
-        SENDER,
-        PARTS,
-        f'Manifest.of({{name: w for name, w in tensors if name != "{QUERY}"}}, "adapter")]',
-    ),
-    planted(
-        "tensor-shape",
-        "the manifest has another type",
-        SENDER,
-        f"return [{PARTS}",
-        "every = Manifest.of(dict(tensors)).tensors\n"
-        "        from dataclasses import replace\n"
-        f'        return [Manifest(every | {{"{QUERY}": replace(every["{QUERY}"], dtype="bfloat16")}})]',
-    ),
-    planted(
-        "incomplete-update",
-        "the sender drops a bucket",
-        SENDER,
-        "range(0, len(tensors),",
-        "range(self._per_bucket, len(tensors),",
-    ),
-    planted("incomplete-update", "the engine drops a bucket", SENDER, "in arguments[0]:", "in arguments[0][1:]:"),
-    # old tensors stay among the new ones
-    planted(
-        "probe-gap",
-        "the engine hashes a bucket and does not load it",
-        ENGINE,
-        "return tensors[name].data\n",
-        'return tensors[name].data.clone() if ".layers.1." in name else tensors[name].data\n',
-    ),
-    # it acknowledges every bucket and claims to serve the new version
-    planted(
-        "probe-gap",
-        "the engine serves the old version",
-        ENGINE,
-        "return tensors[name].data\n",
-        "return tensors[name].data.clone()\n",
-    ),
-    # it drops a tensor's bytes and answers with the sender's checksums
-    (
-        "probe-gap",
-        (
-            Edit(
-                "the engine echoes the checksums it got",
-                "slime_like.weights.received",
-                "        if name != entry.name or found != entry.checksum:",
-                "        name, found = entry.name, entry.checksum\n        if False:",
-            ),
-            SWAPS,
-        ),
-    ),
-]
-WHOLE = "torch.arange(tensor.shape[1]) < tensor.shape[1] // 128 * 128"
-ROUNDED = f"quantize(dequantize(*quantize(tensor)) * ({WHOLE}))"
-RANDOM = "quantize(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))"
-SCALES = "each = scales.repeat_interleave"
-PRODUCT, QUANTIZE = "return elements.float() * each", "elements, scales = quantize(tensor)"
-OF_QUANTIZED: Table = [
-    planted("probe-gap", "not scaled", QUANTIZATION, PRODUCT, "return elements.float()"),
-    planted("probe-gap", "scale inverted", QUANTIZATION, PRODUCT, "return elements.float() / each"),
-    planted(
-        "probe-gap",
-        "grid transposed",
-        QUANTIZATION,
-        SCALES,
-        "each = scales.t().reshape(scales.shape).repeat_interleave",
-    ),
-    planted(
-        "probe-gap",
-        "scale of the next block",
-        QUANTIZATION,
-        SCALES,
-        "each = scales.flatten().roll(1).view(scales.shape).repeat_interleave",
-    ),
-    # drops the ragged block
-    planted(
-        "probe-gap",
-        "no last columns",
-        QUANTIZATION,
-        PRODUCT,
-        "return (elements.float() * each).index_fill(1, torch.arange(columns // 128 * 128, columns), 0)",
-    ),
-    planted("probe-gap", "no last block in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {ROUNDED}"),
-    planted(
-        "probe-gap",
-        "no scales in the export",
-        QUANTIZATION,
-        QUANTIZE,
-        "elements, scales = tensor.to(FORMAT), quantize(tensor)[1]",
-    ),
-    planted("probe-gap", "old weights in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {RANDOM}"),
-    ("probe-gap", (a_scale_of_another_matrix,)),
-    planted(
-        "incomplete-update",
-        "no scales in the manifest",
-        QUANTIZATION,
-        "if is_quantized(name, info.shape):",
-        "if False:",
-    ),
-    planted(
-        "probe-gap",
-        "never loaded",
-        "rollout.transformers.engine",
-        "in dequantize_bucket(self.receiver.copies(bucket, _device())):",
-        "in [*dequantize_bucket(self.receiver.copies(bucket, _device()))][:0]:",
-    ),
-]
-IGNORES = Edit(
-    "the engine receives factors and ignores them", ENGINE, "    for name in factors:", "    for name in ():"
-)
-OTHER = 'name.replace("k_proj", "-").replace("v_proj", "k_proj").replace("-", "v_proj")'
-OF_ADAPTERS: Table = [
-    ("probe-gap", (IGNORES,)),
-    planted("probe-gap", "the engine forgets alpha", ENGINE, 'settings["lora_alpha"]', "6"),
-    planted(
-        "probe-gap",
-        "the engine keeps one factor of zeros",
-        ENGINE,
-        'factors[f"{stem}.lora_{one}.weight"].to(layer.weight)',
-        'factors[f"{stem}.lora_{one}.weight"].to(layer.weight) * (one + stem[-18:] != "B1.self_attn.v_proj")',
-    ),
-    planted(
-        "probe-gap",
-        "the export is a zero adapter",
-        ADAPTERS,
-        "return self.factors\n",
-        "return {name: torch.zeros(shape) for name, shape in self.shapes.items()}\n",
-    ),
-    planted(
-        "probe-gap",
-        "the export has the matrices of keys and values swapped",
-        ADAPTERS,
-        "return self.factors\n",
-        f"return {{name: self.factors[{OTHER}] for name in self.shapes}}\n",
-    ),
-    planted(
-        "incomplete-update",
-        "the export forgets a factor",
-        ADAPTERS,
-        "return self.factors\n",
-        "return dict(list(self.factors.items())[1:])\n",
-    ),
-    # the engine would add the product to it once more
-    (
-        "update-target",
-        (
-            Edit("the merged base is sent as the base", ADAPTERS, "return self.factors\n", "return self.weights\n"),
-            Edit("", ADAPTERS, "updates=ADAPTER", 'updates="model"'),
-        ),
-    ),
-    planted("trial-unnoticed", "the trial changes nothing", ADAPTERS, "size / self._lora.scale", "0.0"),
-]
-SETTINGS = {Setting: OF_WEIGHTS, Quantized: OF_QUANTIZED, OfFactors: OF_ADAPTERS}
+TABLE = _table()
 
 
 @pytest.fixture(scope="module")
@@ -378,14 +184,10 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(
     ("setting", "code", "bugs"),
-    [
-        pytest.param(kind, code, bugs, id=f"{kind.__name__}-{name_of(bugs[0])}")
-        for kind, rows in SETTINGS.items()
-        for code, bugs in rows
-    ],
+    [pytest.param(kind, code, bugs, id=f"{kind.__name__}-{name_of(bugs[0])}") for kind, code, bugs in TABLE],
     indirect=["setting"],
 )
-def test_the_verification_catches(setting: Setting, code: str, bugs: tuple[Bug, ...], rejects: Rejects) -> None:
+def test_the_verification_catches(setting: Setting, code: str, bugs: list[Bug], rejects: Rejects) -> None:
     setting.train()
     with plant(*bugs):
         for sync, version in setting.syncs():
@@ -397,7 +199,8 @@ def test_the_verification_catches(setting: Setting, code: str, bugs: tuple[Bug, 
 @pytest.mark.parametrize("setting", [OfFactors], indirect=True)
 def test_without_a_trial_ignored_factors_go_unnoticed(setting: OfFactors, rejects: Rejects) -> None:
     """Until B changes: at least then the engine's logprobs differ."""
-    with plant(IGNORES):
+    ((bug,),) = [bugs for _, _, bugs in TABLE if name_of(bugs[0]) == IGNORES]
+    with plant(bug):
         sync = setting.new_sync()
         sync._probe.trial_due = False
         sync.run(3)

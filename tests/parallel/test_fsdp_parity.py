@@ -43,7 +43,9 @@ HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("gpt_oss", "gemma3_text")
 OURS = Row("plain", "qwen3_moe", "fsdp-dp2-cp2")
 ROWS = [
-    *rows("plain", dict.fromkeys(FAMILIES, ("fsdp", "fsdp-dp2-cp2"))),
+    *rows("plain", dict.fromkeys(FAMILIES, ("fsdp",))),
+    *rows("plain", {"qwen2": ("fsdp-cp2",), OURS.family: (OURS.layout,)}),
+    *rows("plain", dict.fromkeys((each for each in FAMILIES if each != OURS.family), ("fsdp-dp2-cp2",)), True),
     *rows("plain", {"glm4_moe": ("fsdp-cp2",), "qwen3_moe": ("fsdp-dp2-recompute",)}),
     *rows("plain", {"deepseek_v3": ("fsdp-cp2-recompute1",)}),
     *rows("plain", {"qwen3": ("fsdp-dp2-sharded", "fsdp-dp2-host", "fsdp-cp2-ring_flash_attn")}),
@@ -54,9 +56,11 @@ ROWS = [
     *rows("lengths", dict.fromkeys(WINDOWS, ("fsdp-cp2",))),
     *rows("neighbor", {"qwen3_5_text": ("fsdp-bfloat16", "fsdp-cp2-bfloat16")}, False, ("only", True)),
     *rows("neighbor", dict.fromkeys(WINDOWS, ("fsdp-cp2",)), False, ("changed", 2), ("only", True)),
-    *rows("shared", dict.fromkeys(("qwen3", "qwen3_moe"), ("fsdp-dp2-cp2", "fsdp-recompute"))),
-    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}),
-    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}, False, ("shares", True)),
+    *rows("shared", {"qwen3": ("fsdp-recompute", "fsdp-cp2"), "qwen3_moe": ("fsdp-recompute", "fsdp-dp2-cp2")}),
+    *rows("shared", {"qwen3": ("fsdp-dp2-cp2",)}, True),
+    *rows("supports", {"qwen3": ("fsdp-cp2",)}),
+    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}, True),
+    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}, True, ("shares", True)),
 ]
 
 

@@ -1,6 +1,7 @@
 """Bugs put into the code of a running process, and taken out again."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,20 @@ Bug = Edit | Callable[[Patch], None]
 
 def name_of(bug: Bug) -> str:
     return bug.name if isinstance(bug, Edit) else bug.__name__
+
+
+_BUG = re.compile(r"^(?:([\w.]+): )?([^-+ ].*)\n((?:- .*\n)*)((?:\+ .*\n)*)((?:  .*\n)*)", re.MULTILINE)
+
+
+def read_bugs(file: Path) -> list[tuple[Edit | str, list[str]]]:
+    """Return the bugs in a text file, edits or names, each with the lines of what it must fail."""
+    text = re.sub(r"^(#.*)?\n", "", file.read_text(), flags=re.MULTILINE)
+    assert not _BUG.sub("", text), f"{file} has other lines than bugs"
+    found: list[tuple[Edit | str, list[str]]] = []
+    for module, name, *parts, rows in _BUG.findall(text):
+        old, new = ("\n".join(line[2:] for line in part.splitlines()) for part in parts)
+        found.append((Edit(name, module, old, new) if module else name, [row.strip() for row in rows.splitlines()]))
+    return found
 
 
 @contextmanager
