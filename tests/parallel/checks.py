@@ -9,11 +9,12 @@ from torch import Tensor
 
 from slime_like.config import LoraConfig
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import language_names
 from slime_like.weights.adapter import factor_names
 from slime_like.weights.expected_tensors import expected_tensors
-from tests.parallel.assembly import stacked_experts, to_hugging_face
 from tests.parallel.references import CLIP
-from tests.parallel.steps import RankResult, by_stage, scored_packs
+from tests.parallel.steps import RankResult, scored_packs
+from tests.parallel.tiny import stacked_experts
 
 LOGPROB_BOUND = 1e-5
 LOSS_BOUND = 1e-5
@@ -75,16 +76,36 @@ def check_norm(case: Any, results: Results) -> None:
 
 
 def whole(case: Any, results: Results, what: str) -> list[dict[str, Tensor]]:
-    """Return gradients or weights by Hugging Face name: Megatron's assembled, FSDP's of every rank, which are whole."""
+    """Return gradients or weights by Hugging Face's module name: Megatron's exported, FSDP's of every rank."""
     if results[0].config.trainer.backend == "fsdp":
         return [getattr(result, what) for result in results]
-    dimensions = ModelDimensions.from_checkpoint(case.checkpoint, values=case.is_critic)
-    return [to_hugging_face(by_stage(results, what), dimensions)]
+    return [_by_module(case, sent(results, "exported" if what == "gradients" else what))]
+
+
+def _by_module(case: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of a checkpoint: modules and files use different names."""
+    names = language_names(case.checkpoint, tensors)
+    found = stacked_experts({names[name]: tensor for name, tensor in tensors.items()})
+    for name in found.keys() - case.expected.gradients.keys():
+        if not name.endswith("e_score_correction_bias"):
+            (key,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
+            found[key] = found.pop(name)
+    return found
 
 
 def check_gradients(case: Any, results: Results, bound: float = GRADIENT_BOUND) -> None:
     for found in whole(case, results, "gradients"):
         check_tensors(found, case.expected.gradients, bound)
+    check_replicas(results)
+
+
+def check_replicas(results: Results) -> None:
+    """Tensor-parallel ranks have equal copies of what is not split, and stages of tied embeddings."""
+    known: dict[tuple[int, int, str], Tensor] = {}
+    for result in results:
+        for name, tensor in result.replicated.items():
+            first = known.setdefault((result.coordinates.data, result.coordinates.context, name), tensor)
+            torch.testing.assert_close(tensor, first, rtol=0, atol=1e-7, msg=name)
 
 
 def check_exported_gradients(case: Any, results: Results, bound: float = GRADIENT_BOUND) -> None:
@@ -94,11 +115,7 @@ def check_exported_gradients(case: Any, results: Results, bound: float = GRADIEN
         checkpoint = expected_tensors(case.checkpoint)
         trained = {name: shape for name, shape in checkpoint.items() if not name.endswith("e_score_correction_bias")}
         assert {name: tuple(tensor.shape) for name, tensor in exported.items()} == trained
-    found = stacked_experts(exported)
-    for name in found.keys() - case.expected.gradients.keys():  # modules and files use different names
-        (key,) = (o for o, t in case.expected.gradients.items() if o not in found and t.shape == found[name].shape)
-        found[key] = found.pop(name)
-    check_tensors(found, case.expected.gradients, bound)
+    check_tensors(_by_module(case, exported), case.expected.gradients, bound)
 
 
 def check_updates(case: Any, results: Results) -> None:

@@ -23,10 +23,10 @@ from tests.parallel.steps import (
     exported_gradients,
     optimizer_steps,
     packs_of_rank,
-    rank_tensors,
     running,
     same_bits,
     train_windows,
+    whole_tensors,
 )
 
 
@@ -188,8 +188,7 @@ def routed_rank(
             _set_replay(trainer, mode)
             scored = trainer.score(plain, "policy")
             train_windows(trainer, plain, denominator)
-            trainer.finalize_gradients(denominator)
-            return scored, rank_tensors(trainer, gradients=True)
+            return scored, exported_gradients(trainer, denominator)
 
         own, changed = passes("none"), list[str]()
         for mode in ("old", "rollout"):  # the first scoring pass records what all later passes replay
@@ -200,11 +199,11 @@ def routed_rank(
         recorded = sum(int((pack.routes >= 0).sum()) for pack in plain if pack.routes is not None)
         scored = trainer.score(filled, "policy")
         train_windows(trainer, filled, denominator)
-        exported, gradients = exported_gradients(trainer, denominator), rank_tensors(trainer, gradients=True)
+        exported, gradients = exported_gradients(trainer, denominator), whole_tensors(trainer, gradients=True)
         stats = optimizer_steps(trainer, 1, denominator, lambda: None)
         return RankResult(
             config, trainer.coordinates, indices, scored and scored[: len(indices)], gradients, stats, {}, exported,
-            None, *balanced(trainer), changed=changed, recorded=recorded,
+            {}, None, *balanced(trainer), changed=changed, recorded=recorded,
         )  # fmt: skip
 
 
@@ -219,10 +218,9 @@ def later_rank(
         first = trainer.finish_step(denominator)
         assert first is None or float(first.routing_disagreement) == 0.0
         train_windows(trainer, filled, denominator)
-        trainer.finalize_gradients(denominator)
-        gradients = rank_tensors(trainer, gradients=True)
+        exported, gradients = exported_gradients(trainer, denominator), whole_tensors(trainer, gradients=True)
         stats = optimizer_steps(trainer, 1, denominator, lambda: None)
-        return RankResult(config, trainer.coordinates, indices, None, gradients, stats, {})
+        return RankResult(config, trainer.coordinates, indices, None, gradients, stats, {}, exported)
 
 
 def _set_replay(trainer: Any, mode: str) -> None:

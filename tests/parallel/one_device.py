@@ -20,7 +20,6 @@ from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.parallel.assembly import stacked_experts
 from tests.parallel.cases import (
     WIDE_CLIP,
     parity_config,
@@ -33,7 +32,7 @@ from tests.parallel.checks import check_tensors
 from tests.parallel.reference import Reference
 from tests.parallel.steps import Trainer, exported_gradients, held_writes, running, take_step
 from tests.parallel.test_no_waiting import strict_windows
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.tiny import save_checkpoint, scored_sequences, stacked_experts
 
 MEAN_BOUND = 1e-2
 """Nats per token; twice the observed value."""

@@ -23,7 +23,6 @@ from slime_like.config.roles import CRITIC
 from slime_like.interfaces import RankCoordinates, RankPlacement, Scores
 from slime_like.statistics import GRPOStats
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.assembly import Shards, local_shard
 from tests.parallel.held import Held, held_by
 
 Trainer = MegatronTrainer | FsdpTrainer
@@ -33,9 +32,10 @@ Trainer = MegatronTrainer | FsdpTrainer
 class RankResult:
     """One rank's scores of the packs ``pack_indices``, and its finished gradients (reduced and divided).
 
-    ``loads`` are of the last step, by layer and expert, and ``biases`` those of this rank's routers, by layer.
-    ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names. FSDP's gradients
-    and weights are whole, and what it holds is not counted.
+    ``exported`` holds the gradients that the trainer exports, under their Hugging Face names, and ``weights`` those of
+    the last step. FSDP's ``gradients`` and ``weights`` are whole on every rank, and what it holds is not counted.
+    ``replicated`` holds what several of Megatron's ranks have, gradients and weights. ``loads`` are of the last step,
+    by layer and expert, and ``biases`` those of this rank's routers, by layer.
 
     Of low-rank factors, ``weights`` and ``exported`` are factors and their gradients by PEFT's names, only on ranks
     that send them; ``base`` and ``merged`` are the weights without and with the updated factors, and ``reference`` the
@@ -50,6 +50,7 @@ class RankResult:
     stats: list[GRPOStats | None]
     weights: dict[str, Tensor]
     exported: dict[str, Tensor] = field(default_factory=dict)
+    replicated: dict[str, Tensor] = field(default_factory=dict)
     held: Held | None = None
     loads: Tensor | None = None
     biases: dict[int, Tensor] = field(default_factory=dict)
@@ -163,9 +164,11 @@ def train_rank(
         indices, filled = packs_of_rank(trainer.coordinates, packs)
         scored = trainer.score(filled)
         train_windows(trainer, filled, denominator)
-        exported, gradients = exported_gradients(trainer, denominator), rank_tensors(trainer, gradients=True)
+        exported = exported_gradients(trainer, denominator)
+        gradients, replicated = whole_tensors(trainer, gradients=True), replicas(trainer, gradients=True)
         stats = optimizer_steps(trainer, steps, denominator, lambda: train_windows(trainer, filled, denominator))
         trainer.settle_weights()
+        fsdp = config.trainer.backend == "fsdp"
         return RankResult(
             config,
             trainer.coordinates,
@@ -173,9 +176,10 @@ def train_rank(
             scored and scored[: len(indices)],
             gradients,
             stats,
-            rank_tensors(trainer, gradients=False),
+            whole_tensors(trainer, gradients=False) if fsdp else exported_from(trainer),
             exported,
-            None if config.trainer.backend == "fsdp" else held_by(trainer),
+            replicated | replicas(trainer, gradients=False),
+            None if fsdp else held_by(trainer),
             *balanced(trainer),
         )
 
@@ -211,14 +215,32 @@ def train_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: 
         trainer.accumulate(packs[1:], last=True)
 
 
-def rank_tensors(trainer: Trainer, gradients: bool) -> dict[str, Tensor]:
-    """Return Megatron's shard of weights or gradients; FSDP's whole ones by Hugging Face's module name."""
+def whole_tensors(trainer: Trainer, gradients: bool) -> dict[str, Tensor]:
+    """Return FSDP's whole weights or gradients by Hugging Face's module name; nothing for Megatron."""
     if isinstance(trainer, MegatronTrainer):
-        return local_shard(trainer, gradients=gradients)
+        return {}
     trainer.model.shard_weights()
     named: dict[str, Any] = dict(trainer.model.hugging_face.named_parameters())
     parts = {name: parameter.grad if gradients else parameter for name, parameter in named.items()}
     return {name: part.full_tensor().detach().float().clone() for name, part in parts.items()}
+
+
+def replicas(trainer: Trainer, gradients: bool) -> dict[str, Tensor]:
+    """Return the weights, or gradients, that other ranks of Megatron have too; check that the padding's are 0."""
+    found: dict[str, Tensor] = {}
+    if isinstance(trainer, FsdpTrainer):
+        return found
+    place, dimensions, kind = trainer.coordinates, trainer.dimensions, "gradient" if gradients else "weight"
+    for number, chunk in enumerate(trainer.chunks):
+        for name, parameter in chunk.named_parameters():
+            tensor = (parameter.main_grad if gradients else parameter.detach()).clone()
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                assert not tensor[max(0, dimensions.vocab_size - place.tensor * len(tensor)) :].any(), name
+                if dimensions.tied_embeddings:  # a copy is on the first and the last stage
+                    found[f"{kind} of rows {place.tensor}"] = tensor
+            elif not getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
+                found[f"{kind} of {place.pipeline}.{number}.{name}"] = tensor
+    return found
 
 
 def exported_gradients(trainer: Any, denominator: float) -> dict[str, Tensor]:
@@ -237,22 +259,6 @@ def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Ca
                 accumulate()
             stats.append(trainer.finish_step(denominator))
     return stats
-
-
-def by_stage(results: list[RankResult], what: str) -> Shards:
-    """Return the shards of each stage's first data- and context-parallel rank, with the experts of all its ranks."""
-    shards = {
-        (r.coordinates.pipeline, r.coordinates.tensor): dict(getattr(r, what))
-        for r in results
-        if r.coordinates.data == 0 and r.coordinates.context == 0
-    }
-    for result in results:
-        for (stage, _), shard in shards.items():
-            if stage == result.coordinates.pipeline:
-                for name, value in getattr(result, what).items():
-                    if "local_experts" in name or "@" in name:
-                        shard.setdefault(name, value)
-    return shards
 
 
 def scored_packs(results: list[RankResult]) -> dict[int, list[Scores]]:

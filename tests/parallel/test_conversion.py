@@ -24,10 +24,9 @@ from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.assembly import stacked_experts
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
-from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
+from tests.parallel.tiny import DIVISIBLE, edited_weights, stacked_experts, tiny_config
 from tests.support.acceptance import some_in_acceptance
 
 DENSE = ("llama", "mistral", "gemma3_text", "qwen2", "qwen3", "qwen3_5_text")

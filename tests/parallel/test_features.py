@@ -21,21 +21,20 @@ CRITICS = [
     *rows("values", {"qwen3": ("tp2-sp",), "qwen2": ("fsdp",)}, False, ("rounded", True)),
 ]
 
-ALONE = ("single", "recompute", "fsdp", "fsdp-recompute")
+RECOMPUTED, PLAIN = ("recompute", "fsdp-recompute"), ("single", "fsdp")
 PAIRS = ("pp2-vpp2", "cp2", "tp2-sp-ep2", "fsdp-cp2")
 OTHERS = ("tp2-sp", "dp2", "fsdp-dp2")
-SHARING = ("tp2-sp-tree", "cp2-tree", "fsdp-cp2-tree")
-LATER = ("tp2-sp-ep2", "pp2-vpp2", "cp2", "fsdp-cp2")
 SHARES = ("shares", True)
 # Of gpt-oss, Megatron replays no routes, and its windows exclude shared prefixes.
 ROUTES = [
-    *rows("routes", {"qwen3_moe": PAIRS, "deepseek_v3": ALONE, "gpt_oss": ("fsdp-cp2",)}),
-    *rows("routes", {"qwen3_moe": ALONE + OTHERS, "deepseek_v3": PAIRS + OTHERS}, True),
+    *rows("routes", {"qwen3_moe": PAIRS, "deepseek_v3": RECOMPUTED, "gpt_oss": ("fsdp-cp2",)}),
+    *rows("routes", {"qwen3_moe": RECOMPUTED + PLAIN + OTHERS, "deepseek_v3": PLAIN + PAIRS + OTHERS}, True),
     *rows("routes", {"gpt_oss": ("fsdp", "fsdp-recompute", "fsdp-dp2")}, True),
-    *rows("routes", {"qwen3_moe": SHARING}, False, SHARES),
-    *rows("routes", {"deepseek_v3": SHARING}, True, SHARES),
-    *rows("later routes", {"qwen3_moe": LATER}),
-    *rows("later routes", {"deepseek_v3": LATER, "gpt_oss": ("fsdp-cp2",)}, True),
+    *rows("routes", {"qwen3_moe": ("cp2-tree", "fsdp-cp2-tree")}, False, SHARES),
+    *rows("routes", {"qwen3_moe": ("tp2-sp-tree",)}, True, SHARES),
+    *rows("routes", {"deepseek_v3": ("tp2-sp-tree", "cp2-tree", "fsdp-cp2-tree")}, True, SHARES),
+    *rows("later routes", {"qwen3_moe": ("tp2-sp-ep2", "pp2-vpp2", "fsdp-cp2")}),
+    *rows("later routes", {"qwen3_moe": ("cp2",), "deepseek_v3": PAIRS, "gpt_oss": ("fsdp-cp2",)}, True),
 ]
 
 TWO_TEACHERS = ("second", 32)

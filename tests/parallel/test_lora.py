@@ -38,7 +38,8 @@ SOME = (("rank", 3), ("targets", "q_proj,gate_proj,down_proj"))
 
 ROWS = [
     *rows("lora", {"qwen3": ("tp2-sp", "cp2", "dp2-distributed-overlap", "recompute-offload")}),
-    *rows("lora", {"llama": ("tp2-sp-pp2-vpp2-recompute",), "qwen3_moe": ("tp2-sp-ep2",)}),
+    *rows("lora", {"llama": ("pp2-vpp2-recompute",), "qwen3_moe": ("tp2-sp-ep2",)}),
+    *rows("lora", {"llama": ("tp2-sp-pp2-vpp2-recompute",)}, True),
     *rows("lora", dict.fromkeys(("deepseek_v3", "qwen3_5_moe_text"), ("tp2-sp",))),
     *rows("lora", {"qwen3_moe": ("tp2-sp",)}, False, *OF_RANK_3),
     *rows("lora", {"qwen3": ("tp2", "tp4", "pp2-vpp2"), "qwen2": ("pp2-recompute",), "gemma3": ("tp2-sp",)}, True),
@@ -46,8 +47,8 @@ ROWS = [
     *rows("lora", {"deepseek_v3_direct": ("pp2-dp2-ep2",)}, True),
     *rows("lora", dict.fromkeys(("glm4_moe", "qwen3_next"), ("tp2-sp-ep2",)), True),
     *rows("lora", {"qwen3": ("tp2-sp",)}, True, *OF_TWO),
-    *rows("lora", {"qwen3": ("fsdp-dp2",), "gpt_neox": ("fsdp-dp2",)}),
-    *rows("lora", dict.fromkeys(("deepseek_v3", "qwen3_5_text"), ("fsdp-cp2",))),
+    *rows("lora", {"gpt_neox": ("fsdp-dp2",), "deepseek_v3": ("fsdp-cp2",)}),
+    *rows("lora", {"qwen3": ("fsdp-dp2",), "qwen3_5_text": ("fsdp-cp2",)}, True),
     *rows("lora", {"qwen3_moe": ("fsdp",)}, False, *SOME),
     *rows("lora", {"qwen3": ("fsdp-cp2-recompute", "fsdp-dp2-sharded")}, False, *SOME),
     *rows("lora", {"qwen3": ("fsdp",), "qwen3_moe": ("fsdp-dp2",)}, True),

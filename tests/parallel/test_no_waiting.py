@@ -181,7 +181,7 @@ def test_factors_and_an_exact_teacher_are_not_waited_for(qwen3: Path, tmp_path: 
 
 
 # -------------------------------------------------------------------------------------------- experts, ranks and stages
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.acceptance)])
 def test_experts_on_their_own_rank_are_not_waited_for(family: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(family, tmp_path / "model")
     settings: list[dict[str, Any]] = [{"moe_aux_loss_coef": 0.1, "routing_replay": "rollout"}]

@@ -43,7 +43,7 @@ from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "gemma3_text", "qwen2", "qwen3", "qwen3_5_text")
 EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next")
-IN_ACCEPTANCE = ("llama", "mistral", "qwen2", "qwen3_moe", "glm4_moe")
+IN_ACCEPTANCE = ("llama", "mistral", "gemma3_text", "qwen2", "qwen3_moe", "glm4_moe")
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
 ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 

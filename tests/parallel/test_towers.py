@@ -25,13 +25,12 @@ from slime_like.models.tower import language_names, language_settings
 from slime_like.models.weight_files import keeps_type, weight_file_problems
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
-from tests.parallel.assembly import stacked_experts
 from tests.parallel.cases import PACKS, parity_config
 from tests.parallel.harness import Row, case_of, check, parameters, rows
 from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import assert_close, exported_from, running, same_bits, take_step
-from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config, with_drafts
+from tests.parallel.tiny import save_checkpoint, scored_sequences, stacked_experts, tiny_config, with_drafts
 from tests.parallel.towers import KINDS, is_language, own_name, tensors_of, tower_of
 from tests.support.rejections import Rejects
 

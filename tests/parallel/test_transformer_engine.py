@@ -20,7 +20,6 @@ from slime_like.checks.packages import has_transformer_engine
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
-from tests.parallel.assembly import stacked_experts
 from tests.parallel.cases import Case, parity_config
 from tests.parallel.checks import check_changes, check_scores
 from tests.parallel.harness import run_case
@@ -28,7 +27,7 @@ from tests.parallel.layouts import Settings
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.tiny import scored_sequences, stacked_experts
 from tests.unit.backends.models import PUBLISHED, dimensions
 
 
@@ -42,25 +41,19 @@ def _install() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- the layers
 def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominator: float, steps: int) -> Any:
-    """Return scores, and the weights after optimizer steps under their Hugging Face names."""
+    """Train, checking that the linear layers add their gradients to Megatron's sums."""
     _install()
-    exported: dict[str, Tensor] = {}
 
-    class Exporting(MegatronTrainer):
+    class Checked(MegatronTrainer):
         def shutdown(self) -> None:
             linear = [m for m in self.chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")]
             # Experts' products are not its own.
             assert len(linear) == (2 if self.dimensions.num_experts else 4) * self.dimensions.num_layers
             assert all(module.fuse_wgrad_accumulation for module in linear)
-            exported.update(exported_from(self))
             super().shutdown()
 
-    steps_module = train_rank.__globals__
-    steps_module["MegatronTrainer"] = Exporting
-    steps_module["local_shard"] = lambda *arguments, **options: {}
-    result = train_rank(placement, config, packs, denominator, steps)
-    result.weights = exported
-    return result
+    train_rank.__globals__["MegatronTrainer"] = Checked
+    return train_rank(placement, config, packs, denominator, steps)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.trajectory import ScoredTrajectory
@@ -218,6 +219,20 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
                 buffer.normal_(std=0.1)
     model.save_pretrained(directory)
     return directory
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert a checkpoint's tensors to those of Hugging Face's module: stacked experts, gate rows above up rows."""
+    experts = [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
+    for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
+        count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)
+        of = {kind: [tensors[f"{prefix}.experts.{n}.{kind}_proj.weight"] for n in range(count)]
+              for kind in ("gate", "up", "down")}  # fmt: skip
+        gate_up = [torch.cat(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        stacked[f"{prefix}.experts.gate_up_proj"] = torch.stack(gate_up)
+        stacked[f"{prefix}.experts.down_proj"] = torch.stack(of["down"])
+    return stacked
 
 
 def _model(family: str, layers: int) -> torch.nn.Module:
