@@ -13,66 +13,44 @@ import pytest
 
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.roles import CRITIC
+from slime_like.config.trainer import ParallelConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.planned_run import Hardware
+from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import as_critic
 from tests.parallel.taken import Taken, check_taken, measure_rank, planned_config
 from tests.parallel.tiny import save_checkpoint
 from tests.support.acceptance import some_in_acceptance
 
-MEGATRON: dict[str, dict[str, Any]] = {
-    "single": {"dtype": "float32"},
-    "truncated": {"top_k": 512, "dtype": "float32"},
-    "full recompute": {"recompute": "full"},
-    "one layer recomputed": {"recompute": 1, "dtype": "float32"},
-    "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
-    "tp2-sp, full recompute": {"parallel": {"tensor": 2, "sequence": True}, "recompute": "full", "dtype": "float32"},
-    "cp2": {"parallel": {"context": 2}, "dtype": "float32"},
-    "cp2 all-gather": {"parallel": {"context": 2}, "attention": "allgather", "dtype": "float32"},
-    "pp2": {"parallel": {"pipeline": 2}},
-    "pp2, one layer recomputed": {"parallel": {"pipeline": 2}, "recompute": 1},
-    "pp2 interleaved, one layer recomputed": {
-        "parallel": {"pipeline": 2, "virtual_pipeline": 2},
-        "recompute": 1,
-        "dtype": "float32",
-    },
-    "shared prompts": {"share_prefixes": "prompts", "dtype": "float32"},
-    "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}, "dtype": "float32"},
-    "factors": {"lora": {"rank": 16}, "dtype": "float32"},
-    "factors, full recompute": {"lora": {"rank": 16}, "recompute": "full", "dtype": "float32"},
-    "factors, tp2-sp": {"lora": {"rank": 16}, "parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
-    "factors, pp2": {"lora": {"rank": 16}, "parallel": {"pipeline": 2}},
-}
-FSDP: dict[str, dict[str, Any]] = {
-    "single": {},
-    "truncated": {"top_k": 512},
-    "full recompute": {"recompute": "full"},
-    "one layer recomputed": {"recompute": 1},
-    "dp2, sums of every micro-batch": {"parallel": {"data": 2}, "recompute": "full", "fsdp": {"accumulate": "sharded"}},
-    "dp2, weights kept": {"parallel": {"data": 2}, "fsdp": {"reshard_after_forward": False}},
-    "dp2, offloaded": {"parallel": {"data": 2}, "optimizer": {"offload": True}},
-    "cp2": {"parallel": {"context": 2}},
-    "shared prompts": {"share_prefixes": "prompts"},
-    "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}},
-    "factors": {"lora": {"rank": 16}},
-    "factors, dp2, one layer recomputed": {"lora": {"rank": 16}, "parallel": {"data": 2}, "recompute": 1},
-}
 QUICK = {
-    "megatron": (
-        *("full recompute", "one layer recomputed", "shared prompts", "factors"),
-        *("tp2-sp", "cp2", "pp2 interleaved, one layer recomputed"),
-    ),
-    "fsdp": ("truncated", "one layer recomputed", "cp2", "factors, dp2, one layer recomputed"),
+    "megatron": ("recompute-bfloat16", "recompute1", "prompts", "factors", "tp2-sp", "cp2", "pp2-vpp2-recompute1"),
+    "fsdp": ("truncated", "recompute1", "cp2", "factors-dp2-recompute1"),
 }
-CRITICS: dict[str, list[dict[str, Any]]] = {
-    "megatron": [
-        {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
-        {"parallel": {"context": 2}, "optimizer": {"distributed": True}},
-    ],
-    "fsdp": [{"parallel": {"data": 2}}],
-}
+MEGATRON = (
+    *QUICK["megatron"],
+    *("single", "truncated", "tp2-sp-recompute", "cp2-allgather", "pp2-bfloat16", "pp2-recompute1-bfloat16"),
+    *("cp2-prompts", "factors-recompute", "factors-tp2-sp", "factors-pp2-bfloat16"),
+)
+FSDP = (
+    *QUICK["fsdp"],
+    *("single", "recompute", "dp2-recompute-sharded", "dp2-kept", "dp2-host", "prompts", "cp2-prompts", "factors"),
+)
+CRITICS = {"megatron": ("tp2-sp", "cp2-distributed-bfloat16"), "fsdp": ("dp2",)}
+
+
+def _settings(backend: str, name: str) -> dict[str, Any]:
+    """Return the settings of a layout by name, for ``planned_config``. Megatron's are in float32 unless they say so."""
+    special = {"factors": {"lora": {"rank": 16}}, "truncated": {"top_k": 512}}
+    kind, _, rest = name.partition("-")
+    settings = layout_of((rest or "single") if kind in special else name)
+    found: dict[str, Any] = {"dtype": "float32"} if backend == "megatron" else {}
+    found |= {"parallel": {axis: settings.pop(axis) for axis in ParallelConfig.model_fields if axis in settings}}
+    found |= {
+        "optimizer": {option: settings.pop(option) for option in ("distributed", "offload") if option in settings}
+    }
+    return {**found, **settings, **special.get(kind, {})}
 
 
 @pytest.mark.parametrize("quick", some_in_acceptance([True, False], lambda quick: not quick))
@@ -80,11 +58,10 @@ CRITICS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_ranks_take_the_planned_memory(backend: str, world_size: int, quick: bool, qwen3: Path, tmp_path: Path) -> None:
     every = {"megatron": MEGATRON, "fsdp": FSDP}[backend]
-    layouts = {name: layout for name, layout in every.items() if (name in QUICK[backend]) == quick}
     small, configs = save_checkpoint("qwen3", tmp_path / "small", layers=2), {}
-    for name, layout in layouts.items():
-        model = qwen3 if "pipeline" in layout.get("parallel", {}) else small
-        configs[name] = planned_config(backend, model, tmp_path, **layout)
+    for name in (name for name in every if (name in QUICK[backend]) == quick):
+        model = qwen3 if "pp" in name else small
+        configs[name] = planned_config(backend, model, tmp_path, **_settings(backend, name))
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     tasks = [(config,) for config in selected.values()]
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", tasks, timeout_s=480.0)  # many layouts in one fork
@@ -94,7 +71,7 @@ def test_ranks_take_the_planned_memory(backend: str, world_size: int, quick: boo
 @pytest.mark.parametrize("backend", CRITICS)
 def test_a_critics_ranks_take_the_planned_memory(backend: str, tmp_path: Path) -> None:
     model = save_checkpoint("qwen2", tmp_path / "model", layers=2)
-    policies = {str(layout): planned_config(backend, model, tmp_path, **layout) for layout in CRITICS[backend]}
+    policies = {name: planned_config(backend, model, tmp_path, **_settings(backend, name)) for name in CRITICS[backend]}
     configs, planner = {}, load_backend(backend).planner()
     for name, policy in policies.items():
         gae = {"algorithm": AlgorithmConfig(advantage="gae"), "reference": policy.reference}
