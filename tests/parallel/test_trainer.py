@@ -144,21 +144,26 @@ def test_a_rank_whose_partner_hangs_fails_in_bounded_time_and_names_the_phase(qw
     assert message.startswith("rank 0, score: ")
 
 
-def _steps_of_unclear_scale(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:
+def _misused(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> dict[str, str]:
+    """Return the errors of calls that do not fit the step."""
     with running(placement, config) as trainer:
-        missing = _refused(trainer.begin_step)
+        found = {"reference": _refused(trainer.score, [pack], "reference"), "scale": _refused(trainer.begin_step)}
         trainer.begin_step(7.0, real_tokens([pack]))
         trainer.accumulate([pack], last=True)
-        return [missing, _refused(trainer.finish_step, 8.0)]
+        found["window"] = _refused(trainer.accumulate, [pack])
+        return {**found, "other scale": _refused(trainer.finish_step, 8.0)}
 
 
-def test_a_balancing_loss_needs_the_denominator_from_the_beginning(tmp_path: Path) -> None:
+def test_calls_that_do_not_fit_the_step_are_rejected(tmp_path: Path) -> None:
+    """A balancing loss needs the denominator from the beginning."""
     checkpoint = save_checkpoint("qwen3_moe", tmp_path / "model")
     config = _config(checkpoint, tmp_path, algorithm={"moe_aux_loss_coef": 0.01})
-    pack = pack_sequences(scored_sequences(LENGTHS))
-    ((missing, other),) = run_ranks(_steps_of_unclear_scale, 1, tmp_path / "ranks", config, pack)
-    assert missing.startswith("rank 0, begin_step: algorithm.moe_aux_loss_coef=0.01 has a separate denominator")
-    assert other.startswith("rank 0, finish_step: denominator=8.0 differs from the 7.0 given to begin_step")
+    (found,) = run_ranks(_misused, 1, tmp_path / "ranks", config, pack_sequences(scored_sequences(LENGTHS)))
+    assert "no reference is loaded" in found["reference"]
+    assert found["scale"].startswith("rank 0, begin_step: algorithm.moe_aux_loss_coef=0.01 has a separate denominator")
+    assert found["window"].startswith("rank 0, accumulate: a window follows the step's last one")
+    wrong = "rank 0, finish_step: denominator=8.0 differs from the 7.0 given to begin_step"
+    assert found["other scale"].startswith(wrong)
 
 
 def _setup_error(placement: RankPlacement, config: RunConfig) -> str:
@@ -184,71 +189,34 @@ def test_a_failed_phase_mentions_other_ranks_only_if_there_are_any(tmp_path: Pat
 
 
 # ------------------------------------------------------------------------------------------------------------ reference
-def _score_both(
-    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory
-) -> tuple[dict[str, Tensor] | None, bool]:
-    with running(placement, config) as trainer:
-        before = weights_of(trainer)
-        reference = trainer.score([pack], "reference")
-        policy = trainer.score([pack], "policy")
-        restored = _same(before, weights_of(trainer))
-    if reference is None or policy is None:
-        return None, restored
-    return {"reference": reference[0]["ref_logprobs"], "policy": policy[0]["old_logprobs"]}, restored
-
-
-def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(qwen3: Path, tmp_path: Path) -> None:
-    other, layout = save_checkpoint("qwen3", tmp_path / "reference", seed=1), {"pipeline": 2, "tensor": 2}
-    config = _config(qwen3, tmp_path, layout, reference={"path": other}, algorithm={"kl": {"coef": 0.1}})
-    sequences = scored_sequences(LENGTHS)
-    results = run_ranks(_score_both, 4, tmp_path / "ranks", config, pack_sequences(sequences))
-    assert all(restored for _, restored in results)
-    scored = [logprobs for logprobs, _ in results if logprobs is not None]
-    for name, path in (("reference", other), ("policy", qwen3)):
-        expected = torch.cat([Reference(path, config.algorithm).score(s)[0].detach() for s in sequences])
-        for logprobs in scored:
-            torch.testing.assert_close(logprobs[name].double(), expected, rtol=0, atol=1e-5)
-
-
-def _scores_of_three(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, path: Path) -> dict[str, Any]:
+def _scores_of_three(
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, path: Path
+) -> dict[str, Any] | None:
+    """Return each role's scores on the last stage; the policy's weights must stay as they are."""
     teacher = replace(config.roles["reference"], name="teacher", path=path, fields=("scores",))
     roles = Roles({**config.roles, "teacher": teacher})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunConfig, "roles", property(lambda self: roles))
         with running(placement, config) as trainer:
-            return {name: trainer.score([pack], name)[0] for name in roles}  # type: ignore[index]
+            before = weights_of(trainer)
+            found = {name: trainer.score([pack], name) for name in ("reference", "policy", "teacher")}
+            assert _same(before, weights_of(trainer))
+    return None if found["policy"] is None else {name: scores[0] for name, scores in found.items()}
 
 
-def test_a_third_model_needs_only_a_role(qwen3: Path, tmp_path: Path) -> None:
-    """Each model scores with its weights, in any order, under the names of its fields."""
+def test_each_role_scores_with_its_weights_and_leaves_the_policy(qwen3: Path, tmp_path: Path) -> None:
+    """A third model needs only a role. Scores have the names of its fields."""
     others = {seed: save_checkpoint("qwen3", tmp_path / f"model{seed}", seed=seed) for seed in (1, 2)}
-    config = _config(qwen3, tmp_path, reference={"path": others[1]}, algorithm={"kl": {"coef": 0.1}})
-    sequences = scored_sequences(LENGTHS)
-    (found,) = run_ranks(_scores_of_three, 1, tmp_path / "ranks", config, pack_sequences(sequences), others[2])
+    sections: dict[str, Any] = {"reference": {"path": others[1]}, "algorithm": {"kl": {"coef": 0.1}}}
+    config, sequences = _config(qwen3, tmp_path, {"pipeline": 2}, **sections), scored_sequences(LENGTHS)
+    first, found = run_ranks(_scores_of_three, 2, tmp_path / "ranks", config, pack_sequences(sequences), others[2])
     paths = {"policy": qwen3, "reference": others[1], "teacher": others[2]}
     fields = {"policy": ["old_logprobs", "entropy"], "reference": ["ref_logprobs"], "teacher": ["scores"]}
-    assert {name: [*scores] for name, scores in found.items()} == fields
+    assert first is None and {name: [*scores] for name, scores in found.items()} == fields
     for name, scores in found.items():
         judge = Reference(paths[name], config.algorithm)
         expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
         torch.testing.assert_close(scores[fields[name][0]].double(), expected, rtol=0, atol=1e-5)
-
-
-def _calls_out_of_order(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:
-    with running(placement, config) as trainer:
-        unloaded = _refused(trainer.score, [pack], "reference")
-        trainer.begin_step()
-        trainer.accumulate([pack], last=True)
-        return [unloaded, _refused(trainer.accumulate, [pack])]
-
-
-def test_a_reference_that_is_not_loaded_and_a_window_after_the_last_one_are_rejected(
-    qwen3: Path, tmp_path: Path
-) -> None:
-    pack = pack_sequences(scored_sequences(LENGTHS))
-    ((unloaded, late),) = run_ranks(_calls_out_of_order, 1, tmp_path / "ranks", _config(qwen3, tmp_path), pack)
-    assert "no reference is loaded" in unloaded
-    assert late.startswith("rank 0, accumulate: a window follows the step's last one")
 
 
 # ----------------------------------------------------------------------------------------------------------- supervised
