@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from backends.common.attention.kernels import AttentionKernel, CudaFlash, Pairing, Saved
-from tests.parallel.dense import dense_attention, relative_error, segments_of
-from tests.parallel.ring_steps import ring_by_steps
+from tests.parallel.dense import dense_attention, relative_error, ring_by_steps, segments_of
 
 pytestmark = pytest.mark.gpu
 

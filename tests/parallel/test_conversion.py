@@ -28,6 +28,7 @@ from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, stacked_experts, tiny_config
+from tests.parallel.towers import tensors_of
 from tests.support.acceptance import some_in_acceptance
 
 DENSE = ("llama", "mistral", "gemma3_text", "qwen2", "qwen3", "qwen3_5_text")
@@ -109,10 +110,7 @@ def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
     files = sorted(output.glob("*.safetensors"))
     assert len(files) > 1 and (output / "model.safetensors.index.json").is_file()
     assert not list(output.parent.glob(".*"))
-    written: dict[str, Tensor] = {}
-    for file in files:
-        written |= load_file(file)
-    same_bits(written, original)
+    same_bits(tensors_of(output), original)
 
 
 @pytest.mark.parametrize("others", some_in_acceptance([False, True], bool))

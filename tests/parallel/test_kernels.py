@@ -21,8 +21,7 @@ from backends.common.attention.kernels import (
     kernel_for,
 )
 from slime_like.checks.packages import has_flash_attention_2
-from tests.parallel.dense import assert_near, dense_results, segments_of
-from tests.parallel.ring_steps import ring_by_steps
+from tests.parallel.dense import assert_near, dense_results, ring_by_steps, segments_of
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
 

@@ -30,6 +30,7 @@ from tests.parallel.checkpoints import (
 from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.steps import as_critic, assert_close, exported_from, running, same_bits
 from tests.parallel.tiny import save_checkpoint
+from tests.parallel.towers import tensors_of
 from tests.support.acceptance import some_in_acceptance
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
@@ -216,12 +217,8 @@ def test_layers_may_have_different_targets(saved_by: Any, tmp_path: Path) -> Non
     saved = saved_by("qwen3", "tp2", targets=targets)
     assert len(saved.factors) == 2 * (4 + 1)
     config = _config(saved.model, tmp_path, "single", targets=targets)
-    same_bits(
-        merged_records(
-            _run(load_and_continue, config, tmp_path / "ranks", saved.directory / "trainer"), "at_checkpoint"
-        ),
-        saved.factors,
-    )
+    records = _run(load_and_continue, config, tmp_path / "ranks", saved.directory / "trainer")
+    same_bits(merged_records(records, "at_checkpoint"), saved.factors)
     check_adapter(saved, saved.directory / "hf", expected_logits(saved))
     check_whole(converted(saved, tmp_path / "merged", merge=True), expected_logits(saved))
 
@@ -234,16 +231,14 @@ def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, 
         assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"] == sorted(
             [f"{name}_proj" for name in ("k", "mlp.experts.down", "mlp.experts.gate", "mlp.experts.up", "o", "q", "v")]
         )
-    files = converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
-    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    merged = tensors_of(converted(saved, tmp_path / "merged", merge=True))
     assert_close(merged, _products(saved), 1e-6)
     assert any(".experts." in name for name in saved.factors)
 
 
 def test_a_merged_weight_is_rounded_once(saved_by: Any, tmp_path: Path) -> None:
     saved = saved_by("qwen3", "tp2", dtype="bfloat16")
-    files = converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
-    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    merged = tensors_of(converted(saved, tmp_path / "merged", merge=True))
     base = load_file(saved.model / "model.safetensors")
     for name, weight in base.items():
         a, b = factor_names(name)

@@ -38,6 +38,7 @@ from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config, with_drafts
+from tests.parallel.towers import tensors_of
 from tests.support.acceptance import some_in_acceptance
 from tests.support.rejections import Rejects
 from tests.unit.backends.models import PUBLISHED
@@ -87,10 +88,6 @@ def _read_back(converted: Path) -> dict[str, Tensor]:
     return {name: tensor for group in source.groups for name, tensor in source.read(group).items()}
 
 
-def _written(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def _model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
     heads = {"linear_num_key_heads": 4} if family in ("qwen3_5_text", "qwen3_next") else {}
     make_tiny_model(directory / "hf", family, **DIVISIBLE, **heads, **changes)
@@ -124,7 +121,7 @@ def test_transformers_loads_the_written_model(family: str, layout: str, tmp_path
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors.keys()
     assert index["metadata"]["total_size"] == summary.nbytes == sum(tensor.nbytes for tensor in tensors.values())
-    same_bits(_written(tmp_path / "back"), tensors)
+    same_bits(tensors_of(tmp_path / "back"), tensors)
     assert (tmp_path / "back" / "generation_config.json").is_file()
     tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("12+34=", return_tensors="pt").input_ids
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="float32") for name in ("hf", "back")]
@@ -139,7 +136,7 @@ def test_a_requested_type_is_rounded_to_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "half" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     _to_megatron(tmp_path / "hf", tmp_path / "meg")
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
-    same_bits(_written(tmp_path / "back"), {name: value.half() for name, value in original.items()})
+    same_bits(tensors_of(tmp_path / "back"), {name: value.half() for name, value in original.items()})
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
 
 
@@ -148,7 +145,7 @@ def test_a_routers_bias_keeps_its_type(tmp_path: Path) -> None:
     _model(tmp_path, "deepseek_v3")
     _to_megatron(tmp_path / "hf", tmp_path / "meg", dtype="bfloat16")
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="float16")
-    for written in (_read_back(tmp_path / "meg"), _written(tmp_path / "back")):
+    for written in (_read_back(tmp_path / "meg"), tensors_of(tmp_path / "back")):
         kinds = {name.endswith("e_score_correction_bias"): tensor.dtype for name, tensor in written.items()}
         assert kinds[True] == torch.float32 and kinds[False] != torch.float32
 
@@ -165,7 +162,7 @@ def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, rejects: Rej
         _to_hf(tmp_path / "meg", tmp_path / "back")
     options = replace(OPTIONS, dtype="float16")
     _converter(source).to_hugging_face(tmp_path / "meg" / "trainer", tmp_path / "back", options, _silent)
-    written = _written(tmp_path / "back")
+    written = tensors_of(tmp_path / "back")
     same_bits({name: written[name] for name in drafts}, drafts)
     assert written.keys() == own | drafts.keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
@@ -334,7 +331,7 @@ def test_tensors_that_are_not_finite_are_all_named_and_can_be_allowed(tmp_path: 
     with pytest.raises(CheckpointError, match=message):
         _to_hf(tmp_path / "meg", tmp_path / "back")
     _to_hf(tmp_path / "meg", tmp_path / "back", allow_nan=True)
-    same_bits(_written(tmp_path / "back"), tensors)
+    same_bits(tensors_of(tmp_path / "back"), tensors)
 
 
 def test_numbers_that_the_requested_type_cannot_hold_are_rejected(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from backends.common.attention.prefixes import PrefixAttention
 from slime_like.algorithms.context import ContextShard
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.dense import assert_near, boundaries, dense_results, relative_error
+from tests.parallel.dense import assert_near, boundaries, dense_results, relative_error, zigzag_rows
 from tests.parallel.ranks import run_ranks
-from tests.parallel.ring_steps import zigzag_rows
 from tests.support.rejections import Rejects
 
 HEADS, GROUPS, WIDTH, SCALE, WINDOW = 4, 2, 16, 0.3, 5

@@ -38,6 +38,15 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # Values narrower than queries and keys, YaRN scaling of rotary table and softmax, two of four groups chosen.
 _DEEPSEEK: dict[str, Any] = {
     **SIZES,
@@ -55,16 +64,7 @@ _DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "num_nextn_predict_layers": 0,
     "pad_token_id": None,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 64,
-    },
+    "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
 }
 # Partly rotary heads, a gate for each, value heads that share key heads; layers of either kind.
 _HYBRID: dict[str, Any] = {
@@ -78,12 +78,7 @@ _HYBRID: dict[str, Any] = {
     "full_attention_interval": 2,
     "pad_token_id": None,
 }
-_HYBRID_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 32,
-}
+_HYBRID_EXPERTS = {**_FOUR_EXPERTS, "shared_expert_intermediate_size": 32}
 # Families that Megatron trains here: config class, and differences from ``SIZES``.
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
@@ -92,14 +87,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 7, "pad_token_id": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        {
-            "head_dim": 32,
-            "tie_word_embeddings": False,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
+        {"head_dim": 32, "tie_word_embeddings": False, "norm_topk_prob": True, **_FOUR_EXPERTS},
     ),
     "glm4_moe": (  # a head's rotary part, biases and norms of heads, experts in one group
         "Glm4MoeConfig",
@@ -126,15 +114,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 48,
             "sliding_window": 7,
             "pad_token_id": None,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
     "gemma3": (  # two kinds of layers with two rotary embeddings, of which one is scaled
@@ -184,16 +164,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 256, "initializer_range": 0.08},
     ),  # learned positions
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),  # layers that pass on only their own outputs
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "mlp_only_layers": [1],
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
+    "qwen2_moe": ("Qwen2MoeConfig", {**_HYBRID_EXPERTS, "mlp_only_layers": [1]}),
 }
 
 
