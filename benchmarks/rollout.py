@@ -67,11 +67,7 @@ def configure(options: argparse.Namespace) -> RunConfig:
         run_dir=options.out / "run",
         model={"path": model, "dtype": "float32"},
         data={"train": [model / "data" / "train.jsonl"], "apply_chat_template": False, "max_prompt_tokens": 16},
-        rollout={
-            "engine": options.engine,
-            "samples_per_prompt": options.samples,
-            "max_new_tokens": options.tokens,
-        },
+        rollout={"engine": options.engine, "samples_per_prompt": options.samples, "max_new_tokens": options.tokens},
         logging={"tensorboard": False, "progress": "off"},
     )
 

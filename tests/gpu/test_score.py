@@ -4,20 +4,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from tests.parallel.cases import parity_config
+from tests.parallel.one_device import LENGTHS, MEAN_BOUND, expected_logprobs, logprobs_of
 from tests.parallel.ranks import free_port
-from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 pytestmark = pytest.mark.gpu
-
-MEAN_BOUND = 1e-2  # nats per token
-LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen3_moe"])
@@ -28,15 +24,11 @@ def test_logprobs_are_hugging_faces(family: str, attention: str, tmp_path: Path)
     checkpoint = save_checkpoint(family, tmp_path / "model")
     config = parity_config(checkpoint, tmp_path / "run", {"attention": attention}, "bfloat16")
     sequences = scored_sequences(LENGTHS)
-    reference = Reference(checkpoint, config.algorithm)
-    reference.round_weights()
-    expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
+    expected = expected_logprobs(checkpoint, config, sequences)
     trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup_for_scoring()
     try:
-        scored = trainer.score([pack_sequences(sequences)])
+        gaps = (logprobs_of(trainer, [pack_sequences(sequences)]).double() - expected).abs()
     finally:
         trainer.shutdown()
-    assert scored is not None
-    gaps = (scored[0]["old_logprobs"].cpu().double() - expected).abs()
     assert float(gaps.mean()) < MEAN_BOUND

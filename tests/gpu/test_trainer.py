@@ -12,6 +12,7 @@ from slime_like.trajectory import PackedTrajectory
 from tests.parallel.cases import WIDE_CLIP, parity_config, samples_with_loss
 from tests.parallel.checks import check_tensors
 from tests.parallel.layouts import Settings
+from tests.parallel.one_device import LENGTHS, gradients_of, logprobs_of, unwaiting
 from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.gpu
 
 GRADIENT_BOUND = 5e-2  # relative by norm, as on a CPU in bfloat16
 STATE_BYTES = 2 + 4 + 4 + 8  # per parameter: weight, gradient, main weight, moments
-LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 
 
 @pytest.mark.parametrize(
@@ -39,51 +39,35 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
     trainer = MegatronTrainer(config, RankPlacement(0, 1, 0, "127.0.0.1", free_port()))
     trainer.setup()
     try:
-        check_tensors(_gradients(trainer, pack, denominator), expected, GRADIENT_BOUND)
-        first = _logprobs(trainer, pack)
+        check_tensors(gradients_of(trainer, [pack], denominator, waits=True), expected, GRADIENT_BOUND)
+        first = logprobs_of(trainer, [pack])
         _step(trainer, pack, denominator)
-        before = _logprobs(trainer, pack)
-        gradients = _gradients(trainer, pack, denominator)
+        before = logprobs_of(trainer, [pack])
+        gradients = gradients_of(trainer, [pack], denominator, waits=True)
         held = torch.cuda.memory_allocated()
         trainer.offload(keep_weights=True)
-        assert torch.equal(_logprobs(trainer, pack), before)
+        assert torch.equal(logprobs_of(trainer, [pack]), before)
         trainer.offload()
         # The difference, because cuBLAS's workspace stays.
         parameters = sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters())
         assert held - torch.cuda.memory_allocated() >= STATE_BYTES * parameters
         trainer.onload()
-        assert torch.equal(_logprobs(trainer, pack), before) and not torch.equal(before, first)
-        check_tensors(_gradients(trainer, pack, denominator), gradients, GRADIENT_BOUND)
+        assert torch.equal(logprobs_of(trainer, [pack]), before) and not torch.equal(before, first)
+        check_tensors(gradients_of(trainer, [pack], denominator, waits=True), gradients, GRADIENT_BOUND)
         trainer.save(tmp_path / "checkpoint")
         _step(trainer, pack, denominator)
-        after = _logprobs(trainer, pack)
+        after = logprobs_of(trainer, [pack])
         assert not torch.equal(after, before)
         trainer.load(tmp_path / "checkpoint")
-        assert torch.equal(_logprobs(trainer, pack), before)
+        assert torch.equal(logprobs_of(trainer, [pack]), before)
         _step(trainer, pack, denominator)  # with the moments and counters of the checkpoint
-        assert (_logprobs(trainer, pack) - after).abs().max() <= (after - before).abs().max() / 2
+        assert (logprobs_of(trainer, [pack]) - after).abs().max() <= (after - before).abs().max() / 2
     finally:
         trainer.shutdown()
 
 
-def _gradients(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> dict[str, torch.Tensor]:
-    trainer.begin_step(denominator, real_tokens([pack]))
-    trainer.accumulate([pack], last=True)
-    buckets = trainer.export_gradients(denominator)
-    return {name: tensor.float().cpu() for bucket in buckets for name, tensor in bucket.tensors}
-
-
 def _step(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) -> None:
     trainer.begin_step(denominator, real_tokens([pack]))
-    torch.cuda.set_sync_debug_mode("error")  # the host must not wait
-    try:
+    with unwaiting():
         trainer.accumulate([pack], last=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     trainer.finish_step(denominator)
-
-
-def _logprobs(trainer: MegatronTrainer, pack: PackedTrajectory) -> torch.Tensor:
-    scored = trainer.score([pack])
-    assert scored is not None
-    return scored[0]["old_logprobs"].cpu()

@@ -49,7 +49,7 @@ def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any]
 
 
 @contextlib.contextmanager
-def _unwaiting() -> Iterator[None]:
+def unwaiting() -> Iterator[None]:
     """Raise an error inside if the host waits for its device."""
     if not torch.cuda.is_available():
         with strict_windows():
@@ -62,19 +62,26 @@ def _unwaiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _gradients(trainer: Trainer, packs: list[PackedTrajectory], denominator: float, waits: bool) -> dict[str, Tensor]:
+def gradients_of(trainer: Trainer, packs: list[PackedTrajectory], denominator: float, waits: bool) -> dict[str, Tensor]:
     trainer.begin_step(denominator, real_tokens(packs))
-    with contextlib.nullcontext() if waits else _unwaiting():
+    with contextlib.nullcontext() if waits else unwaiting():
         trainer.accumulate(packs, last=True)
     exported = exported_gradients(trainer, denominator)
     return stacked_experts({name: tensor.float().cpu() for name, tensor in exported.items()})
+
+
+def expected_logprobs(checkpoint: Path, config: RunConfig, sequences: list[ScoredTrajectory]) -> Tensor:
+    """Return the reference's logprobs with rounded weights."""
+    reference = Reference(checkpoint, config.algorithm)
+    reference.round_weights()
+    return torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
 
 
 def _step(trainer: Trainer, packs: list[PackedTrajectory]) -> None:
     take_step(trainer, packs, 5.0, last=True)
 
 
-def _logprobs(trainer: Trainer, packs: list[PackedTrajectory], weights: Any = "policy") -> Tensor:
+def logprobs_of(trainer: Trainer, packs: list[PackedTrajectory], weights: Any = "policy") -> Tensor:
     scored = trainer.score(packs, weights)
     assert scored is not None
     return torch.cat([next(iter(each.values())).cpu() for each in scored])
@@ -100,10 +107,10 @@ def _check_step(
     expected = reference.step(sequences, denominator)
     with running(placement, config) as trainer:
         seen(trainer)
-        gaps = (_logprobs(trainer, packs).double() - torch.cat(expected.logprobs)).abs()
+        gaps = (logprobs_of(trainer, packs).double() - torch.cat(expected.logprobs)).abs()
         assert float(gaps.mean()) < bounds[0]
         for may_wait in (True, waits):  # kernels are compiled in the first
-            check_tensors(_gradients(trainer, packs, denominator, may_wait), expected.gradients, bounds[1])
+            check_tensors(gradients_of(trainer, packs, denominator, may_wait), expected.gradients, bounds[1])
 
 
 # ------------------------------------------------------------------------------------------------------- the arithmetic
@@ -210,17 +217,15 @@ def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
     other = save_checkpoint("qwen3", root / "other", seed=1)
     config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {}, kl={"coef": 0.1})
     config = RunConfig(**{**dict(config), "reference": {"path": other}})
-    judge = Reference(other, config.algorithm)
-    judge.round_weights()
-    expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
+    expected = expected_logprobs(other, config, sequences)
     with running(placement, config) as trainer:
-        policy, found = _logprobs(trainer, packs), _logprobs(trainer, packs, "reference")
+        policy, found = logprobs_of(trainer, packs), logprobs_of(trainer, packs, "reference")
         assert float((found.double() - expected).abs().mean()) < MEAN_BOUND
-        assert torch.equal(_logprobs(trainer, packs), policy) and not torch.equal(found, policy)
+        assert torch.equal(logprobs_of(trainer, packs), policy) and not torch.equal(found, policy)
         _step(trainer, packs)
         kept = _copies(_state(trainer))
-        assert torch.equal(_logprobs(trainer, packs, "reference"), found) and _same(_state(trainer), kept)
-        assert not torch.equal(_logprobs(trainer, packs), policy)
+        assert torch.equal(logprobs_of(trainer, packs, "reference"), found) and _same(_state(trainer), kept)
+        assert not torch.equal(logprobs_of(trainer, packs), policy)
 
 
 def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) -> None:
@@ -229,7 +234,7 @@ def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) ->
     config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
     with running(placement, config) as trainer:
         _step(trainer, packs)
-        kept, gradients = _copies(_state(trainer)), _gradients(trainer, packs, 5.0, waits=True)
+        kept, gradients = _copies(_state(trainer)), gradients_of(trainer, packs, 5.0, waits=True)
         for _ in range(2):
             held, nbytes = _device_bytes(trainer), sum(tensor.nbytes for tensor in _state(trainer) if tensor.ndim)
             _leave(trainer, keep_weights=True)
@@ -239,7 +244,7 @@ def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) ->
             trainer.onload()
             assert _same(_state(trainer), kept)
             # On a GPU, attention sums gradients in any order.
-            check_tensors(_gradients(trainer, packs, 5.0, waits=True), gradients, 1e-2)
+            check_tensors(gradients_of(trainer, packs, 5.0, waits=True), gradients, 1e-2)
 
 
 def _leave(trainer: Trainer, keep_weights: bool) -> None:

@@ -169,10 +169,7 @@ def adamw_steps(
     named, decays = reference.trained(), dict[bool, list[Tensor]]({True: [], False: []})
     for name, parameter in named.items():
         decays[parameter.ndim > 1 and not name.endswith("bias")].append(parameter)  # experts' biases are stacked
-    groups = [
-        {"params": decays[True], "weight_decay": 0.1},
-        {"params": decays[False], "weight_decay": 0.0},
-    ]
+    groups = [{"params": decays[True], "weight_decay": 0.1}, {"params": decays[False], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
     for update in range(steps):
         if update:

@@ -47,10 +47,7 @@ def test_ranks_take_the_planned_memory(backend: str, qwen3: Path, tmp_path: Path
     model = ModelDimensions.from_checkpoint(path)
     layouts: list[dict[str, Any]] = [{"parallel": {"data": 2}}]
     if backend == "megatron":
-        layouts = [
-            {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
-            {"parallel": {"pipeline": 2}},
-        ]
+        layouts = [{"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"}, {"parallel": {"pipeline": 2}}]
     configs = [
         taken.planned_config(backend, qwen3, tmp_path, **layout).model_copy(update={"distillation": section})
         for layout in layouts

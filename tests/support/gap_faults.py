@@ -191,9 +191,7 @@ CASES = {
         family="qwen3_moe",
     ),
     "bfloat16 engine": Case(
-        "precision",
-        "both in float32 instead of bfloat16",
-        ["--trainer.backend", "exact", "--model.dtype", "bfloat16"],
+        "precision", "both in float32 instead of bfloat16", ["--trainer.backend", "exact", "--model.dtype", "bfloat16"]
     ),
 }
 
