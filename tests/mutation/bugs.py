@@ -54,13 +54,14 @@ _NAMED: dict[str, Bug | None] = {"no bug": None, **{name_of(bug): bug for bug in
 
 
 def _row(bug: Bug | None, text: str) -> Row:
-    """Read ``feature, family, layout[, option=number]: comparison``."""
-    case, _, comparison = text.partition(": ")
+    """Read ``feature, family, layout[, option=number]: comparison[, in acceptance]``."""
+    case, _, rest = text.partition(": ")
+    comparison = rest.removesuffix(", in acceptance")
     feature, family, layout, *options = case.split(", ")
     caught_by = getattr(checks, f"check_{comparison}")
     given = tuple((name, int(value)) for name, value in (option.split("=") for option in options))
     steps = int(feature in ("lora", "distilled") or caught_by in (checks.check_norm, checks.check_biases))
-    return Row(feature, family, layout, given, bug=bug, caught_by=caught_by, steps=steps)
+    return Row(feature, family, layout, given, later=comparison != rest, bug=bug, caught_by=caught_by, steps=steps)
 
 
 EVERY = [
