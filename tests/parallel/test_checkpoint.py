@@ -52,7 +52,8 @@ pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
 FLOAT, HALF = "float32", "bfloat16"
 BEHIND = (
-    *(("single", FLOAT), ("single-distributed", HALF), ("tp2-sp-dp2-distributed", HALF)),
+    *(("single", FLOAT), ("single-distributed", HALF)),
+    *(("tp2-sp-dp2-distributed", FLOAT), ("tp2-sp-dp2-distributed", HALF)),
     *(("fsdp-dp2-cp2", FLOAT), ("fsdp-dp2", HALF), ("fsdp-cp2", HALF)),
 )
 """Runs that are also saved in the background."""
@@ -81,9 +82,10 @@ OTHERS = [
 """Layouts that write and read."""
 USED = (("single", FLOAT), ("tp2-sp-dp2-distributed", FLOAT), ("fsdp-dp2-cp2", FLOAT))
 """Runs of which tests damage copies, or that others read."""
-OF_FSDP = BEHIND[3:]
+OF_FSDP = BEHIND[4:]
 IN_ACCEPTANCE = (
     *(("tp2", HALF, "trainer"), ("pp3-distributed", FLOAT, "trainer"), ("dp2-ep2", FLOAT, "trainer")),
+    *(("tp2-sp-dp2-distributed", HALF, "behind"), ("tp2-sp-dp2-distributed", FLOAT, "trainer")),
     *(("cp2-distributed", FLOAT, "single-distributed"), ("single-distributed", FLOAT, "pp3-distributed")),
     *(("fsdp-dp2-cp2", FLOAT, "fsdp"), ("fsdp-dp2", HALF, "fsdp-cp3")),
     *(("fsdp-cp2", HALF, "behind"), ("fsdp-cp2", HALF, "fsdp"), ("fsdp-cp2", HALF)),
