@@ -159,12 +159,12 @@ def low_rank_factors(placement: RankPlacement, root: Path, backend: str) -> None
     expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
     lora = {**dict(config.model), "lora": {"rank": 8, "alpha": 64.0}}
     with running(placement, RunConfig(**{**dict(config), "model": lora})) as trainer:
-        first = _logprobs(trainer, packs)
+        first = logprobs_of(trainer, packs)
         assert float((first.double() - expected).abs().mean()) < MEAN_BOUND
-        _gradients(trainer, packs, 5.0, waits=True)  # kernels are compiled
-        _gradients(trainer, packs, 5.0, waits=False)
+        gradients_of(trainer, packs, 5.0, waits=True)  # kernels are compiled
+        gradients_of(trainer, packs, 5.0, waits=False)
         _step(trainer, packs)
-        assert not torch.equal(_logprobs(trainer, packs), first)
+        assert not torch.equal(logprobs_of(trainer, packs), first)
 
 
 def supports(placement: RankPlacement, root: Path, backend: str) -> None:
