@@ -6,19 +6,22 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
-from rollout.arguments import on_cpu
+from rollout.limits import on_cpu, sleep_mode
 from rollout.requests import StopTexts, check_request
-from rollout.weight_update import UpdateTarget, WeightUpdateState
+from rollout.weight_update import AdapterTarget, UpdateTarget, WeightUpdateState, common_checksums, function_of
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.process import EngineFaults, code_of, one_line
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.interfaces.engine import WHOLE, EngineNode
+from slime_like.interfaces.engine_limits import EngineLimits
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tokenization import load_tokenizer
 from slime_like.plugins.options import load_option
+from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.weights.received import WeightReceiver
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -32,7 +35,12 @@ class EngineHooks(UpdateTarget, Generic[Running]):
     """Methods that an engine implements. ``EngineBase`` calls them after its checks. ``Running`` is a started engine.
 
     ``rollout.request_timeout_s`` or ``sync.timeout_s`` bounds the methods after ``_own_process_ids``.
+
+    Attributes:
+        receiver: receiver of weights in this process. An engine whose ranks have receivers replaces ``_receive``.
     """
+
+    receiver: WeightReceiver
 
     async def _start(self) -> None:
         """Start the engine. The caller bounds the time, and calls ``stop`` if this raises or is canceled."""
@@ -59,8 +67,15 @@ class EngineHooks(UpdateTarget, Generic[Running]):
     async def _thaw(self) -> None:
         raise NotImplementedError
 
-    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        raise NotImplementedError
+    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's receiver, or a function (``function_of``), and return the results.
+
+        By default in a thread, because connecting waits for the trainers.
+        """
+        return [await asyncio.to_thread(function_of(self, method), *arguments)]
+
+    async def _begin_update(self) -> None:
+        await self._receive("begin_update")
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Release the device's memory. On a CPU, this and ``_take_memory`` are not called."""
@@ -74,6 +89,9 @@ class EngineBase(EngineHooks[Running]):
     """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate`` and the hooks.
 
     Attributes:
+        limits: checked at the start, because an engine may be started without a run.
+        sleep_argument: engine argument without which it cannot release its memory; "": it always can.
+        serve_adapter: the function with which it serves low-rank factors (``AdapterTarget``); "": it cannot.
         returns_supports: generations for training include the support of each token.
         returns_routes: with ``algorithm.routing_replay=rollout``, they have the field "routes" (``SampledFields``).
         prompt_fields: fields of prompts that the engine uses. It rejects others.
@@ -81,6 +99,8 @@ class EngineBase(EngineHooks[Running]):
             only an adapter.
     """
 
+    limits = EngineLimits(name="")
+    sleep_argument = serve_adapter = ""
     returns_supports = False
     returns_routes = False
     prompt_fields: Collection[str] = ()
@@ -95,16 +115,23 @@ class EngineBase(EngineHooks[Running]):
         self._quantized = config.sync.quantization != "none"
         expected = expected_tensors(config.model.path)
         self.expected = load_option("quantized-shapes")(expected) if self._quantized else expected
+        self.receiver = WeightReceiver()
         self._target: UpdateTarget = self
         self.targets: dict[str, UpdateTarget] = {MODEL: self}
+        if self.serve_adapter and config.model.lora.sends_factors:
+            adapter = AdapterTarget(config.model, self._receive, self.serve_adapter, self._finish_update)
+            self.targets = {ADAPTER: adapter}
         self._promised: dict[str, int] = {}
         self._reset()
 
     async def start(self) -> None:
         """Load the model as weight version 0, awake and not paused.
 
-        Raises ``EngineError`` if the start failed, or took longer than ``rollout.start_timeout_s``.
+        Raises ``EngineError`` if an engine argument is not supported, the start failed, or it took longer than
+        ``rollout.start_timeout_s``.
         """
+        for problem in self.limits.argument_problems(self._config.rollout, is_here=True):
+            raise EngineError(problem, code="engine-arguments")
         self._reset()
         timeout = self._config.engine_start_timeout_s
         try:
@@ -168,7 +195,7 @@ class EngineBase(EngineHooks[Running]):
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the weight transport on every rank, even if this engine was connected before."""
         self._alive()
-        await self._sync_call("connect", self._connect(transport, rendezvous))
+        await self._sync_call("connect", self._receive("connect", transport, rendezvous))
 
     async def begin_update(self, version: int, manifest: Manifest) -> None:
         """Open an update. Running requests are frozen until it is finished, unless the caller has already paused."""
@@ -190,7 +217,7 @@ class EngineBase(EngineHooks[Running]):
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
         self._require_awake(("weights",))
-        received, hash_s = await self._sync_call("finish_update", self._target._received())
+        received, hash_s = await self._sync_call("finish_update", self._received())
         self._state.check_complete(version, received)
         await self._sync_call("finish_update", self._target._finish_update(version))
         receipt = self._state.commit(received, hash_s)
@@ -198,6 +225,10 @@ class EngineBase(EngineHooks[Running]):
             self._resume_after_update = False
             await self.resume()
         return receipt
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
+        return common_checksums(await self._receive("received"))
 
     # ------------------------------------------------------------------------------------------------ health and turns
     async def health(self) -> EngineHealth:
@@ -222,6 +253,7 @@ class EngineBase(EngineHooks[Running]):
         if awake:  # after a failed sync, only the weights
             await self.pause("abort")
             if not on_cpu():
+                self._require_sleep_mode()
                 await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
         if "weights" in awake and not keep_weights:
             self._state.forget("dropped its weights when it went to sleep")
@@ -237,6 +269,12 @@ class EngineBase(EngineHooks[Running]):
         self._asleep.difference_update(asleep)
         if not self._asleep:
             await self.resume()
+
+    def _require_sleep_mode(self) -> None:
+        argument = self.sleep_argument
+        if argument and not sleep_mode(self._config.rollout, self._config.cluster, argument):
+            remedy = f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true"
+            raise EngineError(f"{self._name} cannot release its memory", code="engine-keeps-memory", remedy=remedy)
 
     # --------------------------------------------------------------------------------------------------- bounded calls
     async def _bounded(self, phase: str, call: Awaitable[T]) -> T:

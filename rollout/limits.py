@@ -1,4 +1,4 @@
-"""Limits that the engines of this distribution share. This module imports neither an engine nor torch."""
+"""Limits and arguments that our engines share. Importing this imports neither an engine nor torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -8,11 +8,13 @@ from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ModelConfig
+from slime_like.config.sections import ClusterConfig, ModelConfig
 from slime_like.interfaces.engine_limits import EngineLimits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, model_shapes
 from slime_like.weights.adapter import factor_shapes
+
+_MOST_SEQUENCES = 512
 
 MERGED = "use model.lora.sync=merged"
 CHANGES: Mapping[str, str] = {
@@ -128,3 +130,18 @@ def _change_problems(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from _change_problems(f"{name}.{key}", part)
+
+
+def on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def sequences_at_once(rollout: RolloutConfig) -> int:
+    return min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_SEQUENCES)
+
+
+def sleep_mode(rollout: RolloutConfig, cluster: ClusterConfig, argument: str) -> bool:
+    """Return whether the engine must be able to release its memory: by its ``argument``, else on shared devices."""
+    return bool(rollout.own_engine_args.get(argument, cluster.placement == "colocated"))

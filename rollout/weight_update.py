@@ -1,18 +1,22 @@
-"""Updates of an engine's weights: what they replace (the model or an adapter), and their state."""
+"""Updates of an engine's weights: what they replace (the model or an adapter), their state, and the ranks' answers."""
 
+import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.hugging_face.files import Adapter
-from rollout.ranks import common_checksums
 from slime_like.config import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
+from slime_like.hosting.process import code_of, one_line
 from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry, UpdateReceipt
 from slime_like.interfaces.weights import MODEL
 from slime_like.weights.adapter import module_ends
@@ -45,10 +49,6 @@ class UpdateTarget:
         """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
         raise NotImplementedError
 
-    async def _received(self) -> tuple[dict[str, int], float]:
-        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
-        raise NotImplementedError
-
     async def _finish_update(self, version: int) -> None:
         """Serve the complete update, and flush every cache."""
         raise NotImplementedError
@@ -60,17 +60,17 @@ class AdapterTarget(UpdateTarget):
     The base stays as loaded. Ranks keep the factors in ``WeightReceiver.kept`` until all have arrived.
 
     Args:
-        ranks: calls a method of every rank's ``WeightReceiver``, or a function (``function_of``).
-        serve: this function's name. It gets PEFT's settings, and the arguments of ``take_factors``.
-        flush: sets the version, and drops cached keys and values.
+        ranks: ``EngineBase._receive``.
+        serve: name of a function (``function_of``). It gets PEFT's settings, and the arguments of ``take_factors``.
+        finish: ``_finish_update`` of the engine, which has no update of its own open.
     """
 
-    def __init__(self, model: ModelConfig, ranks: Call, serve: str, flush: Call) -> None:
+    def __init__(self, model: ModelConfig, ranks: Call, serve: str, finish: Call) -> None:
         self.expected, lora = expected_factors(model), model.lora
         modules, path = module_ends(self.expected), None if lora.path is None else str(lora.path)
         settings: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
         settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
-        self._ranks, self._flush = ranks, flush
+        self._ranks, self._finish = ranks, finish
         self._serve = partial(ranks, serve, settings, path, self.expected)
 
     async def _serve_initial(self) -> None:
@@ -82,12 +82,9 @@ class AdapterTarget(UpdateTarget):
     async def _update(self, bucket: BucketMetadata) -> None:
         await self._ranks("keep", bucket.to_wire())
 
-    async def _received(self) -> tuple[dict[str, int], float]:
-        return common_checksums(await self._ranks("received"))
-
     async def _finish_update(self, version: int) -> None:
         await self._serve()
-        await self._flush(version)
+        await self._finish(version)
 
 
 def take_factors(receiver: WeightReceiver, path: str | None, shapes: Shapes) -> dict[str, Tensor]:
@@ -222,3 +219,68 @@ def require_complete(received: Collection[str], expected: Collection[str], engin
         problem = f"weight update of {engine} is incomplete: {' and '.join(problems)}"
         remedy = "send all buckets, with Hugging Face names, before the update is finished"
         raise WeightSyncError(problem, code="incomplete-update", remedy=remedy)
+
+
+# --------------------------------------------------------------------------------- calls of all ranks
+RankAnswer: TypeAlias = tuple[Any, str | None, str]
+"""A result, or ``None`` with the error's message and code. Plain values, because every engine's RPC carries those."""
+
+AnswerQueue: TypeAlias = "SimpleQueue[RankAnswer] | StoreQueue"
+
+
+class StoreQueue:
+    """Queue of answers in the store of an engine that spans nodes. Every process connects when it first uses it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        self._read = 0
+
+    @cached_property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore("answers", dist.TCPStore(*self._place, is_master=False, wait_for_workers=False))
+
+    def put(self, answer: RankAnswer) -> None:
+        self._store.set(str(self._store.add("count", 1)), json.dumps(answer))
+
+    def get(self) -> RankAnswer:
+        """Wait for the next answer, within the store's timeout."""
+        self._read += 1
+        result, failure, code = json.loads(self._store.get(str(self._read)))
+        self._store.delete_key(str(self._read))
+        return result, failure, code
+
+    def empty(self) -> bool:
+        return not self._store.check([str(self._read + 1)])
+
+
+def attempt(call: Callable[[], Any]) -> RankAnswer:
+    """Run one rank's part of a call. Return errors as answers, because engines pass on only the first rank's."""
+    try:
+        return call(), None, ""
+    except Exception as error:
+        return None, one_line(error), code_of(error, "rank-failed")
+
+
+def function_of(rank: Any, name: str) -> Callable[..., Any]:
+    """Return a method of ``rank.receiver``, or the function "MODULE:NAME" in the package ``rollout``, applied to
+    ``rank``."""
+    module, _, function = name.rpartition(":")
+    if not module:
+        return cast("Callable[..., Any]", getattr(rank.receiver, name))
+    return partial(getattr(import_module(f"rollout.{module}"), function), rank)
+
+
+def results(answers: Sequence[RankAnswer]) -> list[Any]:
+    """Return every rank's result. Raises ``WeightSyncError`` with the first failure."""
+    for _, failure, code in answers:
+        if failure is not None:
+            raise WeightSyncError(failure, code=code)
+    return [result for result, _, _ in answers]
+
+
+def common_checksums(received: Sequence[tuple[dict[str, int], float]]) -> tuple[dict[str, int], float]:
+    """Return the ranks' hashes, and the longest hashing time. Raises ``WeightSyncError`` if the hashes differ."""
+    first, _ = received[0]
+    if any(checksums != first for checksums, _ in received):
+        raise WeightSyncError("tensor-parallel ranks received different bytes", code="ranks-differ")
+    return first, max(hash_s for _, hash_s in received)

@@ -1,6 +1,8 @@
-"""Metrics of an optimizer step."""
+"""Metrics of an optimizer step, and pass@k: the probability that at least one of k samples succeeds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import comb
 from typing import Any
 
 import torch
@@ -11,29 +13,9 @@ from slime_like.trajectory import TensorsAsArrays
 
 @dataclass(slots=True)
 class GRPOStats(TensorsAsArrays):
-    """Metrics of one optimizer step, summed over every rank and divided by the step's denominators.
+    """Metrics of one optimizer step over every rank, as described in ``docs/metrics.md``.
 
     Attributes:
-        loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
-        policy_loss, kl_loss: policy-gradient part of ``loss``; KL part before its coefficient.
-        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction with a clipped gradient.
-        approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without one.
-        entropy: mean over loss-carrying tokens, in nats.
-        old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.
-        engine_gap_mean, engine_gap_max: |behavior - old| logprob over loss-carrying tokens.
-        grad_norm, learning_rate, num_tokens: global norm before clipping; this step's rate; its loss-carrying tokens.
-        importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.
-        importance_ess: effective sample size of the importance weights, as a fraction of the loss-carrying tokens:
-            ``(sum w)^2 / (n sum w^2)``; 0 without weights.
-        engine_chi_square: chi-square divergence of a token's policies, ``E[(pi_old / pi_engine)^2] - 1``, estimated on
-            the samples. The estimate may be negative.
-        perplexity, engine_perplexity: exponential of the mean ``-log pi_old`` and ``-log pi_engine``.
-        rejected_fraction: fraction of tokens that ``algorithm.rejection`` took out.
-        bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
-        distillation_kl: mean exact KL(pi_current || pi_teacher) over loss-carrying tokens; 0 without one.
-        moe_aux_loss: routers' balancing loss per layer and token, without its coefficient. 1 is even; 0 without one.
-        router_load_max: tokens of the busiest expert over its layer's mean, largest over layers; 0 if no biases move.
-        routing_disagreement: fraction of given routes, by token and layer, that the router would choose otherwise.
         source_kls: ``distillation_kl`` over the tokens of each source with its own teacher.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
@@ -69,16 +51,7 @@ class GRPOStats(TensorsAsArrays):
 
 @dataclass(slots=True)
 class ValueStats(TensorsAsArrays):
-    """Metrics of a value model's optimizer step, over every rank. Means are over loss-carrying tokens.
-
-    Attributes:
-        loss: ``sum(token_weights * per_token_loss) / denominator``.
-        explained_variance: ``1 - Var(returns - values) / Var(returns)``; 0 if all returns are equal.
-        values, returns: means, before the update.
-        clipfrac: fraction of tokens whose clipped branch is the loss.
-        old_gap_max: largest |current - old| value, like ``GRPOStats.old_gap_max``.
-        grad_norm, learning_rate, num_tokens, moe_aux_loss: see ``GRPOStats``.
-    """
+    """Metrics of a value model's optimizer step over every rank, as described in ``docs/metrics.md``."""
 
     loss: Tensor
     explained_variance: Tensor
@@ -94,3 +67,44 @@ class ValueStats(TensorsAsArrays):
 
 StepStats = GRPOStats | ValueStats
 """Metrics of a policy's step, or of a value model's."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Estimate pass@k of one prompt, unbiased: ``1 - C(n - c, k) / C(n, k)`` (Chen et al., arXiv:2107.03374, eq. 1).
+
+    Args:
+        num_samples: n, the number of samples.
+        num_correct: c, the number of successes.
+        k: at most n.
+
+    Raises:
+        ValueError: k is not in 1 to n, or c not in 0 to n.
+
+    Example:
+        >>> pass_at_k(num_samples=4, num_correct=1, k=2)
+        0.5
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} of {num_correct} successes in {num_samples} samples; k is 1 to {num_samples}")
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def mean_pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
+    """Average ``pass_at_k`` over prompts.
+
+    Args:
+        successes: one row per prompt, one entry per sample; rows may differ in length.
+        k: at most the number of samples of every row.
+
+    Raises:
+        ValueError: there is no prompt, or as in ``pass_at_k``.
+    """
+    if not successes:
+        raise ValueError("successes=[]: no prompt to average over; give at least one row")
+    return sum(pass_at_k(len(row), sum(row), k) for row in successes) / len(successes)
+
+
+def powers_up_to(num_samples: int) -> list[int]:
+    """Return the values of k to report: powers of two above 1 and below n, and n itself. None for n = 1."""
+    powers = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples] if num_samples > 1 else []

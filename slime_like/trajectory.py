@@ -30,6 +30,11 @@ class TensorField:
     optional: bool = False
     entry_ndim: int = 0
 
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it has one number per token of the response."""
+        return self.over == "response" and not self.entry_ndim
+
 
 def _tensor(dtype: torch.dtype, **description: Any) -> dict[str, TensorField]:
     """Return the metadata of a dataclass field. The arguments are the attributes of ``TensorField``."""

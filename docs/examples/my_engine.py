@@ -13,7 +13,6 @@ from rollout.transformers.samples import Sample, draw_tokens
 from rollout.transformers.weights import destination, destinations
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.weights.received import WeightReceiver
 
 
 class PlainEngine(EngineBase[Any]):
@@ -21,7 +20,6 @@ class PlainEngine(EngineBase[Any]):
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "plain")
-        self._receiver = WeightReceiver()
         self._model: Any = None
         self._frozen = False
         self._aborted: set[str] = set()
@@ -34,7 +32,7 @@ class PlainEngine(EngineBase[Any]):
 
     async def stop(self) -> None:
         self._model = None
-        self._receiver.close()
+        self.receiver.close()
 
     def _alive(self) -> Any:
         if self._model is None:
@@ -84,18 +82,9 @@ class PlainEngine(EngineBase[Any]):
     async def _thaw(self) -> None:
         self._frozen = False
 
-    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._receiver.connect, transport, rendezvous)
-
-    async def _begin_update(self) -> None:
-        self._receiver.begin_update()
-
     async def _update(self, bucket: BucketMetadata) -> None:
         places = destinations(self._model)
-        self._receiver.load(bucket, lambda name: destination(name, places))
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        return self._receiver.received()
+        self.receiver.load(bucket, lambda name: destination(name, places))
 
     async def _finish_update(self, version: int) -> None:
         """A cache would be flushed here."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
+from rollout.limits import on_cpu, sequences_at_once, sleep_mode
 from rollout.sglang.limits import LIMITS, WEIGHTS_BACKUP
 from slime_like.checks.packages import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig

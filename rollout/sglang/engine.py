@@ -3,21 +3,18 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
+from rollout.limits import on_cpu
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
 from rollout.sglang.limits import LIMITS, WEIGHTS_BACKUP
-from rollout.weight_update import AdapterTarget
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import ADAPTER
 
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
@@ -30,15 +27,15 @@ class SglangEngine(EngineBase[ChildProcess]):
     On a CPU, ``sleep`` and ``wake`` release no memory.
     """
 
+    limits = LIMITS
+    sleep_argument = SLEEP_ARGUMENT
+    serve_adapter = "sglang.scheduler:serve_adapter"
     returns_supports = True
     returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> None:
         super().__init__(config, engine_index, "SGLang", part)
         self._process: ChildProcess | None = None
-        if config.model.lora.sends_factors:
-            ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
-            self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.scheduler:serve_adapter", flush)}
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -48,7 +45,6 @@ class SglangEngine(EngineBase[ChildProcess]):
         return None
 
     async def _start(self) -> None:
-        check_arguments(LIMITS, self._config.rollout)
         rollout, cluster = self._config.rollout, self._config.cluster
         if not on_cpu() and (unsupported := memory_saver_problem(rollout, cluster, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
@@ -98,24 +94,20 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _thaw(self) -> None:
         await self._call("resume", during="resume")
 
-    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._call("receive", "connect", transport, rendezvous)
+    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
+        found: list[Any] = await self._call("receive", method, *arguments)
+        return found
 
     async def _begin_update(self) -> None:
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("receive", "sglang.scheduler:load", bucket.to_wire())
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        checksums, hash_s = await self._call("received")
-        return checksums, hash_s
+        await self._receive("sglang.scheduler:load", bucket.to_wire())
 
     async def _finish_update(self, version: int) -> None:
         await self._call("finish_update", version)
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
-        require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         if keep_weights and not LIMITS.keeps_weights(self._config, self._dimensions):
             problem = "SGLang was started without a copy of its weights, so it cannot keep them while asleep"
             remedy = f"set rollout.engine_args.{WEIGHTS_BACKUP}=true"

@@ -16,9 +16,9 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rollout import stand_ins
-from rollout.arguments import on_cpu
-from rollout.ranks import AnswerQueue, StoreQueue
+from rollout.limits import on_cpu
 from rollout.sglang.arguments import engine_arguments
+from rollout.weight_update import AnswerQueue, StoreQueue
 from slime_like.errors import EngineError
 from slime_like.hosting.process import Owner
 
@@ -44,7 +44,7 @@ def main(descriptor: int, scratch: Path) -> None:
         if part.number == 0:  # schedulers on further nodes receive their calls from the first one's
             host = Host(engine, answers, config, engine_index)
             engine.loop.run_until_complete(host.ping())
-            engine.loop.run_until_complete(host.received())
+            engine.loop.run_until_complete(host.receive("received"))
         if on_cpu():  # every socket is connected and every group has met, except maybe NCCL's on a GPU
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))

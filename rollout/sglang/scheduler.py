@@ -30,12 +30,11 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils.common import async_h2d
 
-from rollout.arguments import on_cpu
-from rollout.ranks import AnswerQueue, attempt, function_of
+from rollout.limits import on_cpu
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
-from rollout.weight_update import take_factors
+from rollout.weight_update import AnswerQueue, attempt, function_of, take_factors
 from slime_like.errors import WeightSyncError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata
@@ -119,8 +118,7 @@ class EngineScheduler(Scheduler):
     def receive(self, call: str) -> None:
         """Call a method of the receiver, or a function (``function_of``), and send the answer to the host."""
         method, *arguments = json.loads(call)
-        owner = self if ":" in method else self.receiver
-        self.answers.put(attempt(lambda: function_of(owner, method)(*arguments)))
+        self.answers.put(attempt(lambda: function_of(self, method)(*arguments)))
 
 
 def load(scheduler: EngineScheduler, metadata: dict[str, Any]) -> None:

@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
-from rollout.ranks import function_of
+from rollout.limits import on_cpu
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.limits import LIMITS
 from rollout.transformers.samples import Sample
-from rollout.weight_update import AdapterTarget
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.tower import language_names, loading_options
 from slime_like.system.processes import keep_freed_memory
-from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.quantization import dequantize_bucket
-from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
     from rollout.transformers.scheduler import DecodeScheduler
@@ -44,23 +40,20 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     ``rollout.engine_args``: ``attn_implementation``, and ``max_batch_size`` in sequences.
     """
 
+    limits = LIMITS
+    serve_adapter = "transformers.weights:serve_adapter"
     returns_supports = True
     returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
-        self.receiver = WeightReceiver()
         self.model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._own_names = language_names(config.model.path, self.expected)
         self._scheduler: DecodeScheduler | None = None
-        if config.model.lora.sends_factors:
-            finish, serve = self._finish_update, "transformers.weights:serve_adapter"
-            self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, serve, finish)}
 
     async def _start(self) -> None:
-        check_arguments(LIMITS, self._config.rollout)
         try:
             self._scheduler = await asyncio.to_thread(self._load)
         except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -102,22 +95,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     async def _thaw(self) -> None:
         self._alive().resume()
 
-    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        # In a thread, because it waits for the trainers, and this engine must be able to stop if they never connect.
-        await asyncio.to_thread(self.receiver.connect, transport, rendezvous)
-
-    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
-        owner = self if ":" in method else self.receiver
-        return [await asyncio.to_thread(function_of(owner, method), *arguments)]
-
-    async def _begin_update(self) -> None:
-        self.receiver.begin_update()
-
     async def _update(self, bucket: BucketMetadata) -> None:
         await asyncio.to_thread(self._load_bucket, bucket)
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        return self.receiver.received()
 
     async def _finish_update(self, version: int) -> None:
         """Set the version, for which the scheduler recomputes every cache."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
-from rollout.vllm.limits import LIMITS
-from rollout.vllm.sampling import MOST_TIES
+from rollout.limits import on_cpu, sequences_at_once, sleep_mode
 from slime_like.config import ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
@@ -26,6 +24,8 @@ BACKEND = "slime_like"
 """Name of the weight-transfer backend in vLLM's registry."""
 SLEEP_ARGUMENT = "enable_sleep_mode"
 LORA_ID = 1
+MOST_TIES = 16
+"""Additional tokens to request, because vLLM keeps all tokens that tie with the last of the top k."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
@@ -60,15 +60,10 @@ def environment(rollout: RolloutConfig, cpu: bool, part: EngineNode = WHOLE) -> 
 
 
 def engine_arguments(config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> AsyncEngineArgs:
-    """Build vLLM's arguments, after ``prepare_environment``.
-
-    Raises:
-        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or not supported, or vLLM does not
-            compute the model in this type.
-    """
+    """Build vLLM's arguments, after ``prepare_environment``. Raises ``EngineError`` if vLLM does not compute the model
+    in this type."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_arguments(LIMITS, config.rollout)
     return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index, part)})
 
 
@@ -128,7 +123,8 @@ def _owned(config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> di
         "generation_config": "vllm",  # no defaults of the checkpoint
         **_lora(config.model),
         **(_whole_prefills(config.model) if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
-        **(_routes(on_cpu()) if config.algorithm.routing_replay == "rollout" else {}),
+        # On a CPU, ``VllmEngine.refusal`` keeps models with experts from being trained.
+        "enable_return_routed_experts": config.algorithm.routing_replay == "rollout" and not on_cpu(),
     }
 
 
@@ -141,13 +137,6 @@ def _whole_prefills(model: ModelConfig) -> dict[str, Any]:
         remedy = "set bfloat16, or use rollout.engine=transformers"
         raise EngineError(problem, code="model-not-servable", remedy=remedy)
     return {"enable_chunked_prefill": False, "enable_prefix_caching": False}
-
-
-def _routes(cpu: bool) -> dict[str, Any]:
-    """Return the arguments for recording routes (on a CPU, see ``rollout.vllm.routes``)."""
-    if not cpu:
-        return {"enable_return_routed_experts": True}
-    return {"scheduler_cls": "rollout.vllm.routes.RoutesScheduler", "async_scheduling": False}
 
 
 def _lora(model: ModelConfig) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.arguments import on_cpu
-from rollout.ranks import results
+from rollout.limits import on_cpu
 from rollout.vllm.arguments import prepare_environment
+from rollout.weight_update import results
 from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.hosting.process import EngineFaults, one_line
@@ -110,9 +110,9 @@ class EngineCore:
         finally:
             task.cancel()
 
-    async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of every worker and return the results. Raises ``WeightSyncError`` if one failed."""
-        return results(await self.while_alive(self.alive().collective_rpc("attempt", args=(method, arguments))))
+    async def workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call ``WorkerExtension.attempt`` of every worker. Raises ``WeightSyncError`` if one failed."""
+        return results(await self.while_alive(self.alive().collective_rpc("attempt", args=(method, *arguments))))
 
     async def stop(self) -> None:
         """End the engine core and its workers, by process id. May be called twice."""
@@ -143,7 +143,7 @@ class EngineCore:
         prepare_environment(self._rollout, self._part)
         import vllm.v1.engine.async_llm  # noqa: F401
 
-        from rollout.vllm.compact_logprobs import use_compact_logprobs
+        from rollout.vllm.sampling import use_compact_logprobs
 
         use_compact_logprobs()
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
-from rollout.ranks import common_checksums
+from rollout.limits import on_cpu
 from rollout.vllm.arguments import LORA_ID, SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
-from rollout.weight_update import AdapterTarget
+from rollout.vllm.limits import LIMITS
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import one_line
@@ -32,6 +31,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     So does greedy evaluation if the engine returns masks. On a CPU, ``sleep`` and ``wake`` release no memory.
     """
 
+    limits = LIMITS
+    sleep_argument = SLEEP_ARGUMENT
+    serve_adapter = "vllm.worker:serve_adapter"
     returns_supports = True
     returns_routes = True
 
@@ -40,10 +42,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         arguments = partial(engine_arguments, config, engine_index, part)
         self._core = EngineCore(config.rollout, arguments, self._faults, part)
         self._masks = False
-        if config.model.lora.sends_factors:
-            self.targets = {
-                ADAPTER: AdapterTarget(config.model, self._receive, "vllm.worker:serve_adapter", self._flush)
-            }
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -69,8 +67,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
         await self._core.start()
-        if self._records_routes and on_cpu():
-            await self._receive("vllm.routes:record")
         self._masks = returns_masks(self._config)  # after the start, which sets how to look for CUDA
 
     async def stop(self) -> None:
@@ -93,34 +89,23 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     async def _thaw(self) -> None:
         await self._core.while_alive(self._alive().resume_generation())
 
-    async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        info = {"transport": transport, "rendezvous": rendezvous}
-        await self._core.workers("init_weight_transfer_engine", init_info=info)
-
     async def _receive(self, method: str, *arguments: Any) -> list[Any]:
-        return await self._core.workers("receive", call=(method, *arguments))
+        return await self._core.workers(method, *arguments)
 
     async def _begin_update(self) -> None:
-        await self._core.workers("begin_update")
+        await self._receive("vllm.worker:begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._core.workers("update_weights", update_info=bucket.to_wire())
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        return common_checksums(await self._receive("received"))
+        await self._receive("vllm.worker:load", bucket.to_wire())
 
     async def _finish_update(self, version: int) -> None:
-        await self._core.workers("finish_weight_update")
-        await self._flush(version)
-
-    async def _flush(self, version: int) -> None:
+        await self._receive("vllm.worker:end_update")
         llm = self._alive()
         await self._core.while_alive(llm.update_weight_version(str(version)))
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Drop the weights or move them to host memory. vLLM skips parts that are asleep."""
-        require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         level = sleep_level(keep_weights, self._state.is_whole, self._dimensions)
         await self._core.while_alive(self._alive().sleep(level=level, mode="abort"))
 
@@ -138,8 +123,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt.token_ids))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
-            if self._records_routes and on_cpu():  # cached tokens have no routes
-                parameters.skip_reading_prefix_cache = True
             # The path is not read, because the adapter is loaded.
             adapter = LoRARequest(ADAPTER, LORA_ID, ADAPTER) if ADAPTER in self.targets else None
             if request.sampling.stop:

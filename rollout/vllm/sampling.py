@@ -1,23 +1,23 @@
-"""Conversion of requests to vLLM's parameters, and of its outputs to generations."""
+"""Conversion of requests to vLLM's parameters, and of its outputs to generations. Importing this imports vLLM."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import logprobs as of_engine
 
 from rollout.requests import finish_reason, sample_seed, stop_ids, supports_of, weight_versions
+from rollout.vllm.arguments import MOST_TIES
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest, Supports
 from slime_like.models.dimensions import ModelDimensions
 
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-
-MOST_TIES = 16
-"""Additional tokens to request, because vLLM keeps all tokens that tie with the last of the top k."""
+_MADE_BY = "create_sample_logprobs"
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, masks: bool = False) -> SamplingParams:
@@ -27,9 +27,6 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
         masks: vLLM returns each token's support (``return_sampling_mask``). It then rejects greedy requests and
             requests without ``top_k``, which become ``top_k`` 1 and the whole vocabulary.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     sampling = request.sampling
     greedy = sampling.temperature == 0
     temperature, top_k = sampling.temperature, sampling.top_k
@@ -130,3 +127,33 @@ def _prompt_logprobs(output: RequestOutput) -> np.ndarray | None:
         return None
     starts = flat.start_indices[1:]
     return np.asarray([flat.logprobs[start] for start in starts], dtype=np.float32)
+
+
+class CompactLogprobs(FlatLogprobs):
+    """Container with a tenth of the memory: the supports of ``top_k`` 512 would take about 50 KB per token.
+
+    Leaves out ranks and texts, which are not used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+
+    def append_fast(
+        self, token_ids: list[int], logprobs: list[float], ranks: Iterator[int], decoded_tokens: Iterable[str | None]
+    ) -> None:
+        """Append one position. ``ranks`` has as many entries as this request asked for; the batch may have more."""
+        count = sum(1 for _ in ranks)
+        self.start_indices.append(len(self.logprobs))
+        self.token_ids.extend(token_ids[:count])
+        self.logprobs.extend(logprobs[:count])
+        self.end_indices.append(len(self.logprobs))
+
+
+def use_compact_logprobs() -> None:
+    """Use this container for all flat logprobs in this process. Raises ``EngineError`` if vLLM has changed."""
+    if not hasattr(of_engine, _MADE_BY):
+        problem = f"vllm.v1.engine.logprobs has no {_MADE_BY}"
+        raise EngineError(problem, code="engine-version", remedy="its version is not supported")
+    setattr(of_engine, _MADE_BY, lambda is_flat: CompactLogprobs() if is_flat else [])

@@ -19,9 +19,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.ranks import RankAnswer, attempt, function_of
 from rollout.vllm.arguments import BACKEND, LORA_ID
-from rollout.weight_update import take_factors
+from rollout.weight_update import RankAnswer, attempt, function_of, take_factors
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
@@ -47,9 +46,6 @@ class BucketTransferEngine(WeightTransferEngine[Any, Any]):
             keep_freed_memory()
         else:  # SGLang's workers do this themselves
             stay_near(f"GPU-{gpu_uuid(self.device.index)}")
-
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        return init_dict  # plain values need no class
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.receiver.connect(**init_info)
@@ -84,29 +80,37 @@ class BucketTransferEngine(WeightTransferEngine[Any, Any]):
 
 
 class WorkerExtension(_Worker):
-    """Methods added to vLLM's worker, called through ``collective_rpc``."""
+    """What is added to vLLM's worker. ``attempt`` is called through ``collective_rpc``."""
 
     weight_transfer_engine: BucketTransferEngine
 
-    def attempt(self, method: str, arguments: dict[str, Any]) -> RankAnswer:
-        """Call one of this worker's methods, or a function (``function_of``), and return errors as answers.
+    @property
+    def receiver(self) -> WeightReceiver:
+        return self.weight_transfer_engine.receiver
+
+    def attempt(self, method: str, *arguments: Any) -> RankAnswer:
+        """Call a method of the receiver, or a function (``function_of``), and return errors as answers.
 
         vLLM 0.32 stops reading its workers' replies at the first exception. The other workers' replies would stay in
         their queues and be taken as answers to the next call.
         """
-        return attempt(lambda: function_of(self, method)(**arguments))
+        return attempt(lambda: function_of(self, method)(*arguments))
 
-    def begin_update(self) -> None:
-        """Start a weight update, even if the last one is still open because it failed on another worker."""
-        if self._weight_update_active:
-            self.finish_weight_update()
-        self.start_weight_update()
 
-    def receive(self, call: tuple[Any, ...]) -> Any:
-        """Call a method of the receiver, or a function (``function_of``)."""
-        method, *arguments = call
-        owner = self if ":" in method else self.weight_transfer_engine.receiver
-        return function_of(owner, method)(*arguments)
+def begin_update(worker: Any) -> None:
+    """Start a weight update, even if the last one is still open because it failed on another worker."""
+    end_update(worker)
+    worker.start_weight_update()
+
+
+def load(worker: Any, metadata: dict[str, Any]) -> None:
+    worker.update_weights(metadata)
+
+
+def end_update(worker: Any) -> None:
+    """Finish the weight update, if one is open."""
+    if worker._weight_update_active:
+        worker.finish_weight_update()
 
 
 def serve_adapter(worker: Any, settings: dict[str, Any], *source: Any) -> None:
@@ -119,7 +123,7 @@ def serve_adapter(worker: Any, settings: dict[str, Any], *source: Any) -> None:
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     model = LoRAModel.from_lora_tensors(
         LORA_ID,
-        take_factors(worker.weight_transfer_engine.receiver, *source),
+        take_factors(worker.receiver, *source),
         PEFTHelper.from_dict(settings),
         device="cpu",
         dtype=lora.lora_config.lora_dtype,

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "advantages": "AdvantageEstimator Groups compute_advantages estimator find_estimator kl_penalty overlong_penalty",
+    "advantages": "AdvantageEstimator SampleGroups compute_advantages estimator find_estimator kl_penalty"
+    " overlong_penalty",
     "context": "ContextShard padded_length split_for_context_parallel",
     "critic": "gae value_loss",
     "head": "fused_logprobs",

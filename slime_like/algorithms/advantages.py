@@ -57,7 +57,7 @@ class AdvantageEstimator:
                 problem = f"{name}={getattr(self, name)!r}: unknown for an advantage estimator"
                 raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
 
-    def __call__(self, rewards: Tensor, groups: Groups, *needed: Tensor, **options: Any) -> Tensor:
+    def __call__(self, rewards: Tensor, groups: SampleGroups, *needed: Tensor, **options: Any) -> Tensor:
         return self.compute(rewards, groups, *needed, **options)
 
 
@@ -71,7 +71,7 @@ def estimator(
     return made
 
 
-class Groups:
+class SampleGroups:
     """Statistics of (N,) values per group of samples.
 
     Args:
@@ -153,7 +153,7 @@ def compute_advantages(
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    groups, found = Groups(group_ids, rewards.device), find_estimator(estimator)
+    groups, found = SampleGroups(group_ids, rewards.device), find_estimator(estimator)
     entries = groups.index.numel() if lengths is None else int(lengths.sum())
     if rewards.ndim != 1 or rewards.numel() != entries:
         raise ValueError(

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from slime_like.algorithms.advantages import Groups, estimator
+from slime_like.algorithms.advantages import SampleGroups, estimator
 from slime_like.algorithms.critic import gae as packed_gae
 from slime_like.algorithms.promise import CENTRED, CENTRED_PAIRS, NORMALIZED_PAIRS, Promise
 
 
 @estimator("group", promise=NORMALIZED_PAIRS)
-def grpo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
+def grpo(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean_g) / std_g`` (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     Args:
@@ -23,7 +23,7 @@ def grpo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -
 
 
 @estimator("group", promise=CENTRED)
-def mean_only(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+def mean_only(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6) -> Tensor:
     """``r - mean_g`` (Dr. GRPO, arXiv:2503.20783, section 3.2, with reduction "constant").
 
     Args:
@@ -33,7 +33,7 @@ def mean_only(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
 
 
 @estimator("group", promise=Promise())
-def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+def rloo(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6) -> Tensor:
     """``r - mean of the group's other samples`` (arXiv:2402.14740, eq. 9).
 
     Args:
@@ -45,7 +45,7 @@ def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
 
 
 @estimator("group", needs=("tokens",), promise=CENTRED_PAIRS)
-def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -> Tensor:
+def opo(rewards: Tensor, groups: SampleGroups, tokens: Tensor, *, eps: float = 1e-6) -> Tensor:
     """``r - sum(l r) / sum(l)`` over the group, with lengths l in tokens (OPO, arXiv:2505.23585).
 
     The baseline of least variance if a token's score has the same norm everywhere. 0 if the group has no tokens.
@@ -60,7 +60,7 @@ def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -
 
 
 @estimator("group", promise=Promise("best reward", lambda samples: 1 / samples))
-def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+def pass_at_k(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6) -> Tensor:
     """``max_g - max of the group's other samples``: pass@k with k samples per group (arXiv:2503.19595).
 
     The unbiased gradient of the expected best reward, with the leave-one-out maximum as baseline: only a single best
@@ -77,7 +77,7 @@ def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
 
 
 @estimator("group", needs=("greedy",), promise=Promise())
-def remax(rewards: Tensor, groups: Groups, greedy: Tensor) -> Tensor:
+def remax(rewards: Tensor, groups: SampleGroups, greedy: Tensor) -> Tensor:
     """``r - reward of the greedy response to the same prompt`` (ReMax, arXiv:2310.10505).
 
     The greedy response is one more sample per prompt, at temperature 0. It is rewarded and never trained.
@@ -86,24 +86,24 @@ def remax(rewards: Tensor, groups: Groups, greedy: Tensor) -> Tensor:
 
 
 @estimator("group", promise=Promise())
-def pass_through(rewards: Tensor, groups: Groups) -> Tensor:
+def pass_through(rewards: Tensor, groups: SampleGroups) -> Tensor:
     """``r`` (REINFORCE without baseline: Williams 1992)."""
     return rewards
 
 
 @estimator("batch", promise=NORMALIZED_PAIRS)
-def reinforce_pp(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
+def reinforce_pp(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean) / std`` over the batch (REINFORCE++, arXiv:2501.03262, section 3).
 
     Args:
         eps: largest spread of the rewards that counts as none.
         ddof: 1: sample standard deviation; 0: population.
     """
-    return grpo(rewards, Groups.all_in_one(rewards), eps=eps, ddof=ddof)
+    return grpo(rewards, SampleGroups.all_in_one(rewards), eps=eps, ddof=ddof)
 
 
 @estimator("batch", promise=NORMALIZED_PAIRS)
-def reinforce_pp_baseline(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
+def reinforce_pp_baseline(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean_g) / std over the batch`` (REINFORCE++ with baseline, arXiv:2501.03262, section 3).
 
     Args:
@@ -114,11 +114,11 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Groups, *, eps: float = 1e-6,
     if float(centred.max() - centred.min()) <= eps:
         return torch.zeros_like(centred)
     # The batch mean of group-centred rewards is 0. Not subtracting its rounding noise keeps flat groups at exactly 0.
-    return centred / Groups.all_in_one(centred).std(centred, ddof)
+    return centred / SampleGroups.all_in_one(centred).std(centred, ddof)
 
 
 @estimator("batch", promise=CENTRED_PAIRS)
-def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+def gpg(rewards: Tensor, groups: SampleGroups, *, eps: float = 1e-6) -> Tensor:
     """``alpha (r - mean_g)``, with ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546).
 
     B counts samples, and M those in groups without spread, whose zeros would otherwise shrink the mean gradient. (verl
@@ -133,7 +133,7 @@ def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
 
 @estimator("batch", needs=("functions", "weights"), promise=NORMALIZED_PAIRS)
 def gdpo(
-    rewards: Tensor, groups: Groups, functions: Tensor, weights: Tensor, *, eps: float = 1e-6, ddof: int = 1
+    rewards: Tensor, groups: SampleGroups, functions: Tensor, weights: Tensor, *, eps: float = 1e-6, ddof: int = 1
 ) -> Tensor:
     """``grpo`` of each reward function, weighted and summed, then normalized over the batch (GDPO, arXiv:2601.05242).
 
@@ -158,7 +158,7 @@ def returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
 
 
 @estimator("group", level="turn", promise=Promise())
-def turn_rloo(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
+def turn_rloo(rewards: Tensor, groups: SampleGroups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
     """``G_k - mean of the returns of the group's other samples``: a baseline that ignores the sample's own actions.
 
     ``G_k`` sums the rewards of turn k and later ones. With one reward at the end it is RLOO (arXiv:2402.14740, eq. 9).
@@ -177,7 +177,7 @@ def turn_rloo(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float 
 
 
 @estimator("group", level="turn", promise=CENTRED_PAIRS)
-def turn_index_mean(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
+def turn_index_mean(rewards: Tensor, groups: SampleGroups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
     """``G_k - mean of G_k over the group's samples with a turn k``: biased towards ending early or late, as several
     published multi-turn versions of GRPO are.
 
@@ -187,7 +187,7 @@ def turn_index_mean(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: 
     to_go = returns(rewards, lengths, gamma)
     turns = torch.arange(len(to_go)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     width = int(lengths.max()) if len(lengths) else 0
-    return to_go - Groups(groups.index.repeat_interleave(lengths) * width + turns).mean(to_go)
+    return to_go - SampleGroups(groups.index.repeat_interleave(lengths) * width + turns).mean(to_go)
 
 
 _LEAST_ENERGY = 1e-12
@@ -195,7 +195,7 @@ _LEAST_ENERGY = 1e-12
 
 
 @estimator("group", level="token", needs=("logprobs",), promise=Promise())
-def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, logprobs: Tensor) -> Tensor:
+def optimal_token_baseline(rewards: Tensor, groups: SampleGroups, lengths: Tensor, logprobs: Tensor) -> Tensor:
     """``G_t - sum(W_t G_t) / sum(W_t)`` over the group's other samples (after OTB, arXiv:2602.07078).
 
     ``G_t`` sums the rewards from sampled token t on, ``W_t`` the energies up to it: a proxy of the squared norm of the
@@ -225,7 +225,7 @@ def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, log
 
 @estimator("group", level="token", needs=("values",), promise=Promise())
 def gae(
-    rewards: Tensor, groups: Groups, lengths: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95
+    rewards: Tensor, groups: SampleGroups, lengths: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:
     """Generalized advantage estimation with the critic's values (arXiv:1506.02438, eq. 16).
 

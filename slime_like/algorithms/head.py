@@ -1,7 +1,8 @@
-"""The vocabulary-parallel head: logprobs and entropies from hidden states, without [N, V] logits."""
+"""The vocabulary-parallel head: logprobs, entropies and the exact KL from hidden states, without [N, V] logits."""
 
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def fused_logprobs(
     chunk_tokens = default_chunk(hidden.shape[0], weight) if chunk_tokens is None else chunk_tokens
     reductions = all_reduce_max, all_reduce_sum
     shard = VocabularyShard.of(weight.shape[0], vocab_start, vocab_size, chunk_tokens, reductions)
-    return _FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, supports)
+    return FusedLogprobs.apply(hidden, weight, targets, temperatures, shard, softcap, supports)
 
 
 def default_chunk(tokens: int, weight: Tensor) -> int:
@@ -118,48 +119,60 @@ def row_kernels(device: torch.device) -> Literal["triton", "torch"]:
     return "triton" if device.type == "cuda" and _HAS_TRITON else "torch"
 
 
-def logits_of(hidden: Tensor, weight: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """Return (n, V) capped logits, in memory of their own."""
-    logits = product(hidden, weight.t()).to(dtype)
+def _logits_of(hidden: Tensor, weight: Tensor | None, dtype: torch.dtype, softcap: float | None) -> Tensor:
+    """Return (n, V) capped logits, in memory of their own. Without a weight, ``hidden`` are logits, perhaps a view."""
+    if weight is None:
+        return hidden.to(dtype, copy=not hidden.is_cpu)  # Triton's kernels overwrite them
+    logits = _product(hidden, weight.t()).to(dtype)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` in their type; on a device in float32 at least, in which its cores accumulate anyway."""
     if a.device.type != "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 
 
-def _row_sums(x: Tensor, temperatures: Tensor, column: Tensor, forbids: bool) -> tuple[Tensor, Sums]:
-    """Compute ``row_sums`` of ``x / temperatures``, in the memory of the logits ``x``."""
-    if row_kernels(x.device) == "triton":
-        from slime_like.algorithms import softmax_kernels  # needs Triton
-
-        return softmax_kernels.row_sums(x, temperatures, column)
-    return row_sums(x.div_(temperatures.to(x.dtype)[:, None]), column, overwrite=True, forbids=forbids)
+def _by_triton(device: torch.device) -> Any:
+    """Return the module with Triton's kernels, if they process rows of logits on ``device``."""
+    return import_module("slime_like.algorithms.softmax_kernels") if row_kernels(device) == "triton" else None
 
 
-class _FusedLogprobs(torch.autograd.Function):
+def _tempered(x: Tensor, temperatures: Tensor | None, owned: bool) -> tuple[Tensor, bool]:
+    """Return ``x / temperatures``, and whether it may be overwritten, as ``x`` may if it is ``owned``."""
+    if temperatures is None:
+        return x, owned
+    scale = temperatures.to(x.dtype)[:, None]
+    return x.div_(scale) if owned else x / scale, True
+
+
+class FusedLogprobs(torch.autograd.Function):
+    """Logprobs and entropies of ``fused_logprobs``, or of logits ``hidden`` without a ``weight``."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         targets: Tensor,
-        temperatures: Tensor,
+        temperatures: Tensor | None,
         shard: VocabularyShard,
         softcap: float | None,
         supports: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(hidden.dtype)
-        columns = weight[: shard.columns]
+        columns = None if weight is None else weight[: shard.columns]
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
-            x = logits_of(hidden[part], columns, dtype, softcap)
+            x = _logits_of(hidden[part], columns, dtype, softcap)
             if supports is not None:
                 forbid_outside(x, supports[part], shard.start)
-            return _row_sums(x, temperatures[part], column, supports is not None)
+            own = None if temperatures is None else temperatures[part]
+            if (kernels := _by_triton(x.device)) is not None:
+                return cast("tuple[Tensor, Sums]", kernels.row_sums(x, own, column))
+            x, owned = _tempered(x, own, weight is not None)
+            return row_sums(x, column, owned, weight is None or supports is not None)
 
         maximum, log_total, entropy, logprobs = shard.scores(targets, dtype, sums_of)
         ctx.save_for_backward(hidden, weight, targets, temperatures, maximum, log_total, entropy)
@@ -171,16 +184,17 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperatures, *softmax = ctx.saved_tensors
         dtype, (of_hidden, of_weight, *_) = softmax[1].dtype, ctx.needs_input_grad
-        d_hidden = torch.zeros_like(hidden, dtype=dtype) if of_hidden else None
-        d_weight = zeros_for_sums(weight, dtype) if of_weight else None
-        columns = weight[: ctx.shard.columns]
+        d_hidden = torch.zeros_like(hidden, dtype=None if weight is None else dtype) if of_hidden else None
+        d_weight = _zeros_for_sums(weight, dtype) if of_weight else None
+        columns = None if weight is None else weight[: ctx.shard.columns]
         for part, given in ctx.shard.gradients(targets, softmax, grads):
             kept = None if ctx.supports is None else (ctx.supports[part], ctx.shard.start)
-            dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, kept)
+            own = None if temperatures is None else temperatures[part]
+            dx = _logit_gradient(hidden[part], columns, own, given, ctx.softcap, kept)
             if d_hidden is not None:
-                d_hidden[part] = product(dx, columns)
+                d_hidden[part] = dx if columns is None else _product(dx, columns)
             if d_weight is not None:
-                add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
+                _add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
             del dx  # before the next chunk allocates its own
         if d_hidden is not None and hidden.shape[0]:
             ctx.shard.all_reduce_sum(d_hidden)
@@ -193,29 +207,27 @@ class _FusedLogprobs(torch.autograd.Function):
 
 def _logit_gradient(
     hidden: Tensor,
-    columns: Tensor,
-    temperatures: Tensor,
+    columns: Tensor | None,
+    temperatures: Tensor | None,
     given: tuple[Tensor, RowValues, RowGradients],
     softcap: float | None,
     kept: tuple[Tensor, int] | None,
 ) -> Tensor:
     """Return the (n, V) gradient of ``hidden @ columns.T`` of one chunk, in the type of ``hidden``."""
-    dtype, by_triton = given[1][1].dtype, row_kernels(hidden.device) == "triton"
-    x = logits_of(hidden, columns, dtype, softcap)
-    slope = None if softcap is None or by_triton else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
+    dtype, kernels = given[1][1].dtype, _by_triton(hidden.device)
+    x = _logits_of(hidden, columns, dtype, softcap)
+    slope = None if softcap is None or kernels else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
     if kept is not None:
         forbid_outside(x, *kept)
-    if by_triton:
-        from slime_like.algorithms import softmax_kernels  # needs Triton
-
-        return softmax_kernels.logit_gradient(x, temperatures, *given, hidden.dtype, softcap)
-    x.div_(temperatures.to(dtype)[:, None])
-    dx = logit_gradient(x, temperatures, *given, overwrite=True, forbids=kept is not None)
+    if kernels is not None:
+        return cast(Tensor, kernels.logit_gradient(x, temperatures, *given, hidden.dtype, softcap))
+    x, owned = _tempered(x, temperatures, columns is not None)
+    dx = logit_gradient(x, temperatures, *given, owned, columns is None or kept is not None)
     return (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
 
 
-def zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (V, H) zeros for ``add_weight_gradient``.
+def _zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (V, H) zeros for ``_add_weight_gradient``.
 
     For a large float32 vocabulary on a CPU they are (H, V) in memory: products of rows would take 1.7 times as long.
     """
@@ -224,7 +236,7 @@ def zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(weight, dtype=dtype)
 
 
-def add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
+def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
     """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size."""
     if not d_weight.is_cpu:  # a device adds the chunk's finished sum once
         if d_weight.dtype == hidden.dtype:
@@ -237,3 +249,118 @@ def add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
     in_columns = d_weight.stride(1) > 1
     for block, part in zip(d_weight.split(_WEIGHT_BLOCK), dx.split(_WEIGHT_BLOCK, dim=1), strict=True):
         block += (hidden.t() @ part.contiguous()).t() if in_columns else part.t() @ hidden
+
+
+# ---------------------------------------------------------------------------------------- reverse KL
+class Head(NamedTuple):
+    """One model's last hidden states and output projection; see ``fused_logprobs``.
+
+    Attributes:
+        hidden: (N, H).
+        weight: (V_local, H), this rank's rows, perhaps with padding at the vocabulary's end.
+        temperatures: (N,) positive divisors of the logits.
+        softcap: cap of the logits.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    temperatures: Tensor
+    softcap: float | None = None
+
+
+def fused_reverse_kl(
+    student: Head,
+    teacher: Head,
+    *,
+    vocab_start: int = 0,
+    vocab_size: int,
+    all_reduce_max: Reduce = no_reduction,
+    all_reduce_sum: Reduce = no_reduction,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Compute ``sum_v p_v (log p_v - log q_v)`` (nats) of the student's distribution p and the teacher's q.
+
+    Both models' logits exist for ``chunk_tokens`` tokens at a time, in forward and again in backward; at most four
+    tensors of that size. The models may have different hidden sizes. Reductions and gradients are as in
+    ``fused_logprobs``; the teacher has no gradient.
+
+    Args:
+        student, teacher: heads with the same columns of the vocabulary on this rank.
+        vocab_start, vocab_size, all_reduce_max, all_reduce_sum: as in ``fused_logprobs``.
+        chunk_tokens: tokens whose logits exist at the same time; half of ``default_chunk`` by default.
+
+    Returns:
+        (N,) float32 (float64 for float64 input), with a gradient to the student's hidden states and weight.
+
+    Raises:
+        ValueError: a part of the vocabulary has no reductions.
+    """
+    chunk = chunk_tokens or max(1, default_chunk(len(student.hidden), student.weight) // 2)
+    shard = VocabularyShard.of(len(student.weight), vocab_start, vocab_size, chunk, (all_reduce_max, all_reduce_sum))
+    found: Tensor = _ReverseKL.apply(student.hidden, student.weight, student, teacher, shard)
+    return found
+
+
+def _scaled(head: Head, part: slice, columns: int, dtype: torch.dtype) -> Tensor:
+    logits = _logits_of(head.hidden[part], head.weight[:columns], dtype, head.softcap)
+    return logits.div_(head.temperatures[part].to(dtype)[:, None])
+
+
+class _ReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, student: Head, teacher: Head, shard: VocabularyShard
+    ) -> Tensor:
+        count, dtype, device = len(hidden), compute_dtype(hidden.dtype), student.temperatures.device
+        # A shard of only padding keeps a finite, very low maximum: its sums stay 0, never 0 * inf.
+        local = torch.full((2, count), torch.finfo(dtype).min / 4, dtype=dtype, device=device)
+        sums = torch.zeros(3, count, dtype=dtype, device=device)
+        for part in shard.parts(count):
+            x, y = (_scaled(head, part, shard.columns, dtype) for head in (student, teacher))
+            for logits, maximum in zip((x, y), local, strict=True):
+                maximum[part] = logits.amax(1)
+                logits -= maximum[part, None]
+            gap = x - y
+            sums[0, part], sums[2, part] = x.exp_().sum(1), y.exp_().sum(1)
+            sums[1, part] = gap.mul_(x).sum(1)
+        maxima = local.clone()
+        if count:
+            shard.all_reduce_max(maxima)
+        shift = local - maxima
+        scale = shift.exp()
+        sums[1] = scale[0] * (sums[1] + (shift[0] - shift[1]) * sums[0])
+        sums[::2] *= scale
+        if count:
+            shard.all_reduce_sum(sums)
+        totals = sums[::2].log()
+        kl = sums[1] / sums[0] - totals[0] + totals[1]
+        ctx.save_for_backward(hidden, weight, maxima, totals, kl)
+        ctx.student, ctx.teacher, ctx.shard = student[2:], teacher, shard
+        return kl.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, maxima, totals, kl = ctx.saved_tensors
+        student, teacher = Head(hidden, weight, *ctx.student), ctx.teacher
+        (of_hidden, of_weight, *_), count, shard = ctx.needs_input_grad, len(hidden), ctx.shard
+        d_hidden = torch.zeros_like(hidden, dtype=kl.dtype) if of_hidden else None
+        d_weight = _zeros_for_sums(weight, kl.dtype) if of_weight else None
+        columns = weight[: shard.columns]
+        for part in shard.parts(count):
+            x, y = (_scaled(head, part, shard.columns, kl.dtype) for head in (student, teacher))
+            scale = student.temperatures[part].to(kl.dtype)[:, None]
+            slope = grads[0][part, None] / scale
+            if student.softcap is not None:  # 1 - tanh^2
+                slope = (x * (scale / student.softcap)).square_().neg_().add_(1).mul_(slope)
+            for logits, maximum, total in zip((x, y), maxima, totals, strict=True):
+                logits.sub_(maximum[part, None]).sub_(total[part, None])
+            dx = torch.sub(x, y, out=y).sub_(kl[part, None]).mul_(x.exp_()).mul_(slope).to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = _product(dx, columns)
+            if d_weight is not None:
+                _add_weight_gradient(d_weight[: shard.columns], dx, hidden[part])
+            del x, y, slope, dx  # before the next chunk allocates its own
+        if d_hidden is not None and count:
+            shard.all_reduce_sum(d_hidden)
+        made = (None if each is None else each.to(hidden.dtype) for each in (d_hidden, d_weight))
+        return (*made, None, None, None)

@@ -16,9 +16,8 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,41 +31,36 @@ Counts = Sequence[int]
 RolloutIds = Sequence[int] | Sequence[str] | Tensor
 
 
-class Reduction(Protocol):
-    """A reduction. ``divisors``: 1 / token weight of each sample. ``denominator``: divisor of a whole step's sum."""
+class Reduction:
+    """A reduction, given the loss-carrying tokens and the groups of all samples. By default, a sum over samples that
+    is divided by their number."""
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]: ...
-
-    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float: ...
-
-
-class _Mean:
-    @property
-    def promise(self) -> Promise:
-        return Promise(exact=False)
-
-
-class TokenMean(_Mean):
-    """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
+    promise = Promise(exact=False)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
+        """Return 1 / token weight of each sample."""
         return [1.0] * len(counts)
+
+    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
+        """Return the divisor of a whole step's sum."""
+        return float(sum(count > 0 for count in counts))
+
+
+class TokenMean(Reduction):
+    """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
 
     def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
         return float(sum(counts))
 
 
-class SampleMean(_Mean):
+class SampleMean(Reduction):
     """Mean per sample, then over samples (GRPO, arXiv:2402.03300, eq. 3)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(count) for count in counts]
 
-    def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
-        return float(sum(count > 0 for count in counts))
 
-
-class GroupMean(_Mean):
+class GroupMean(Reduction):
     """Mean per group's tokens, then over groups (DAPO's eq. 8 to the letter)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
@@ -77,23 +71,17 @@ class GroupMean(_Mean):
         return float(sum(count > 0 for count in _tokens_per_group(counts, group_ids).values()))
 
 
-@dataclass(frozen=True)
-class ConstantLength(SampleMean):
+class ConstantLength(Reduction):
     """Sum per sample over a fixed length, then mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Attributes:
         length: the divisor, usually the response limit.
     """
 
-    length: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.length < math.inf:
-            raise ValueError(f"length={self.length} must be above 0 and finite; give the response limit")
-
-    @property
-    def promise(self) -> Promise:
-        return Promise(scale=lambda samples: 1 / self.length)
+    def __init__(self, length: float) -> None:
+        if not 0 < length < math.inf:
+            raise ValueError(f"length={length} must be above 0 and finite; give the response limit")
+        self.length, self.promise = length, Promise(scale=lambda samples: 1 / length)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(self.length)] * len(counts)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 RowValues = tuple[Tensor, Tensor, Tensor]
 RowGradients = tuple[Tensor, Tensor, Tensor | None]
+Sums = tuple[Tensor, Tensor, Tensor]
+"""(n,) each: sum of exp(x - max), sum of exp(x - max) (x - max), and the target's logit."""
+Reduce = Callable[[Tensor], object]
 
 LEAST_MAXIMUM = torch.finfo(torch.float32).min / 4
 """Maximum of a row in which every token is forbidden: finite, so its sums are 0 and not nan."""
@@ -26,9 +29,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_sums(
-    x: Tensor, column: Tensor, overwrite: bool, forbids: bool = True
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def row_sums(x: Tensor, column: Tensor, overwrite: bool, forbids: bool) -> tuple[Tensor, Sums]:
     """Return per row of (n, V): maximum m, then sum of exp(x - m), sum of exp(x - m) (x - m), and x at ``column``.
 
     Args:
@@ -70,7 +71,7 @@ def logit_gradient(
     softmax: RowValues,
     grads: RowGradients,
     overwrite: bool,
-    forbids: bool = True,
+    forbids: bool,
 ) -> Tensor:
     """Return the gradient of the unscaled logits, given the (n, V) temperature-scaled logits ``x``.
 
@@ -131,11 +132,6 @@ def pad_supports(token_ids: Tensor, sizes: Tensor, tokens: Tensor) -> Tensor:
 def are_in(supports: Tensor, tokens: Tensor) -> Tensor:
     """Return (n,) bool, True if the token is in its support."""
     return (supports == tokens[:, None]).any(1) | (supports < 0).all(1)
-
-
-Reduce = Callable[[Tensor], object]
-Sums = Tensor | tuple[Tensor, Tensor | float, Tensor]
-"""(n,) each, or (3, n): sum of exp(x - max), sum of exp(x - max) (x - max), and the target's logit."""
 
 
 def no_reduction(tensor: Tensor) -> None:

@@ -8,26 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slime_like.algorithms.softmax import LEAST_MAXIMUM, RowGradients, RowValues, compute_dtype, row_slopes
+from slime_like.algorithms.softmax import LEAST_MAXIMUM, RowGradients, RowValues, Sums, compute_dtype, row_slopes
 
 _BLOCK = 4096
 _WARPS = 8
 _LEAST: tl.constexpr = tl.constexpr(LEAST_MAXIMUM)
 
 
-def row_sums(
-    x: Tensor, temperatures: Tensor, column: Tensor, block: int = _BLOCK
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def row_sums(x: Tensor, temperatures: Tensor | None, column: Tensor, block: int = _BLOCK) -> tuple[Tensor, Sums]:
     """Compute ``softmax.row_sums`` of the scaled logits ``x / temperatures``.
 
     Args:
         x: (n, V) logits with contiguous rows, which stay unchanged.
-        temperatures: (n,) divisors of the logits.
+        temperatures: (n,) divisors of the logits; 1 by default.
         column: (n,) int64 columns of the targets.
         block: columns that a program reads at a time; a power of 2.
     """
     sums = torch.empty(4, len(x), dtype=compute_dtype(x.dtype), device=x.device)
-    scales = temperatures.to(sums.dtype).reciprocal()
+    scales = torch.ones_like(sums[0]) if temperatures is None else temperatures.to(sums.dtype).reciprocal()
     sizes = len(x), x.shape[1], x.stride(0)
     _row_sums[(len(x),)](x, scales, column, sums, *sizes, BLOCK=block, num_warps=_WARPS)
     maximum, total, weighted, target = sums.unbind()
@@ -36,7 +34,7 @@ def row_sums(
 
 def logit_gradient(
     x: Tensor,
-    temperatures: Tensor,
+    temperatures: Tensor | None,
     column: Tensor,
     softmax: RowValues,
     grads: RowGradients,
@@ -55,7 +53,7 @@ def logit_gradient(
     """
     constant, slope, of_target = row_slopes(softmax, grads, temperatures)
     maximum, log_total, _ = softmax
-    scales = temperatures.to(maximum.dtype).reciprocal()
+    scales = torch.ones_like(maximum) if temperatures is None else temperatures.to(maximum.dtype).reciprocal()
     values = torch.stack([scales, maximum, log_total, constant, constant if slope is None else slope, of_target])
     dx = x if x.dtype == dtype else torch.empty(x.shape, dtype=dtype, device=x.device)
     sizes = len(x), x.shape[1], x.stride(0), dx.stride(0)

@@ -9,7 +9,7 @@ from slime_like.commands.command import Command, at_least_one, option, parse_pat
 from slime_like.system.words import pluralize
 
 if TYPE_CHECKING:
-    from slime_like.verification.gap.explain import Finding
+    from slime_like.verification.explain_gap import Finding
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -65,8 +65,8 @@ def _explain_gap(options: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.run.lock import RunLock
-    from slime_like.verification.gap.explain import Explanation
-    from slime_like.verification.gap.sides import SavedBatch, Sides
+    from slime_like.verification.explain_gap import Explanation
+    from slime_like.verification.saved_batch import SavedBatch, Sides
 
     batch = SavedBatch.read(options.run_dir, options.step, flags)
     require_valid(batch.config, training_needs(batch.config))

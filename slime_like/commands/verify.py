@@ -219,7 +219,7 @@ def _verify_objective(options: argparse.Namespace, flags: list[str]) -> int:
     named = [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]
     if problems := named or list(option_problems(config.algorithm)):
         raise ConfigError(problems)
-    from slime_like.verification.objective.verify import sentences, verify_objective, verify_parts  # imports torch
+    from slime_like.verification.objective import sentences, verify_objective, verify_parts  # imports torch
 
     findings, is_whole = [*verify_parts(config)], not (config.supervised or config.algorithm.chooses_tokens)
     findings += verify_objective(config) if is_whole else []

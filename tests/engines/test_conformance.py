@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from slime_like.errors import EngineError, WeightSyncError
+from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest
 from slime_like.orchestration.rollout import engine_actor
@@ -104,20 +104,6 @@ def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     check_logprobs(engine.reference, prompt, generation, COLD)
 
 
-def test_truncated_evaluation(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 64, "seed": 1, "training": False}
-
-    def edge(prompt: list[int], count: int) -> float:
-        """Return the gap after the ``count`` largest logits, which rounding must not bridge."""
-        values = engine.reference.logits(prompt)[0].topk(count + 1).values
-        return float(values[-2] - values[-1])
-
-    for count, cut in ((3, {"top_k": 3}), (1, {"top_p": 1e-4})):
-        prompt = max(prompts, key=lambda prompt: edge(prompt, count))
-        likeliest = set(engine.reference.logits(prompt)[0].topk(count).indices.tolist())
-        assert {int(g.token_ids[0]) for g in engine.generate(prompt, **cut, **options)} == likeliest
-
-
 def test_supports_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     """Requests without truncation, and with few and many tokens, in one batch."""
     cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
@@ -160,19 +146,6 @@ def test_rejected_requests(engine: EngineUnderTest, rejects: Rejects) -> None:
     for fields in REJECTED:
         with rejects(EngineError, "bad-request"):
             engine.generate(**{"prompt": [3, 4, 5], "max_new_tokens": 4, **fields})
-
-
-def test_fields_of_a_prompt_are_named(
-    engine: EngineUnderTest, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are rejected unless the engine uses them."""
-    fields: dict[str, Any] = {"max_new_tokens": 1, "prompt_fields": {"depth": np.arange(3), "shade": np.arange(3)}}
-    monkeypatch.setattr(type(engine.engine), "prompt_fields", ("shade",))
-    with rejects(EngineError, "bad-request") as caught:
-        engine.generate([3, 4, 5], **fields)
-    assert "depth" in str(caught.value) and "shade" not in str(caught.value)
-    monkeypatch.setattr(type(engine.engine), "prompt_fields", ("depth", "shade"))
-    assert len(engine.generate([3, 4, 5], **fields)) == 1
 
 
 # ----------------------------------------------------------------------------------------------------- abort and pause
@@ -289,26 +262,6 @@ def test_delta_update_over_a_network_or_a_directory(
             (after,) = engine.generate(prompts[0], max_new_tokens=8)
             check_logprobs(engine.reference, prompts[0], after)
             assert set(after.weight_versions.tolist()) == {engine.version}
-
-
-def test_restarted_update(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    """A complete update replaces everything that an unfinished one left behind."""
-
-    async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1, engine.manifest)
-        await engine.send(list(engine.references[1 - engine.current].weights.items())[:9], buckets=3)
-        await engine.load(engine.current)
-
-    engine.run(scenario())
-    (generation,) = engine.generate(prompts[0], max_new_tokens=8)
-    check_logprobs(engine.reference, prompts[0], generation)
-
-
-def test_an_update_must_be_open(engine: EngineUnderTest) -> None:
-    with pytest.raises(WeightSyncError, match="begin_update"):
-        engine.run(engine.engine.finish_update(99))
-    with pytest.raises(WeightSyncError, match="begin_update"):
-        engine.run(engine.send(list(engine.reference.weights.items())))
 
 
 # -------------------------------------------------------------------------------------------------------------- health

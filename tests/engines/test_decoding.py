@@ -135,13 +135,3 @@ def test_the_numbers_of_a_batch_do_not_depend_on_when_its_requests_arrive() -> N
     assert logprobs(range(count), gap_s=0.004) == together
     assert logprobs([*range(9, count), *range(9)], gap_s=0.0) == together
     assert len(logprobs(range(count), gap_s=0.0, canceled=7)) == 2 * (count - 1)
-
-
-def test_finished_rows_free_their_columns() -> None:
-    """Columns used only by a finished row are dropped, and a wider context than the batch's fits."""
-    model = _model("llama").double()
-    arrivals = {0: [_sample([1] * 90, 2, 0), _sample([2], 200, 1)], 3: [_sample([3] * 120, 5, 2)]}
-    _run(model, arrivals)
-    for sample in (*arrivals[0], *arrivals[3]):
-        expected = _teacher_forced(model, sample.context)[len(sample.prompt) - 1 :]
-        np.testing.assert_allclose(sample.logprobs, expected, rtol=1e-5, atol=2e-5)

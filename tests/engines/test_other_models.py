@@ -71,28 +71,6 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
                 found = gaps(engine, judges[which], prompts, temperature)
                 assert found.max() < LARGEST and found.mean() < MEAN
             assert gaps(engine, judges[1 - which], prompts, 1.0).mean() > 10 * MEAN  # the bound detects another model
-        check_the_median(engine, judges[1], prompts)
-
-
-def check_the_median(engine: EngineUnderTest, judge: ReferenceModel, prompts: list[list[int]]) -> None:
-    """Require that the conformance bounds hold, and that one wrong matrix violates them."""
-    options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "ignore_eos": True}
-
-    def check(prompt: list[int], temperature: float) -> None:
-        (generation,) = engine.generate(prompt, temperature=temperature, **options)
-        assert generation.prompt_logprobs is not None
-        check_logprobs(judge, prompt, generation, temperature)
-        check_gaps(judge, generation.prompt_logprobs, judge.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0))
-
-    long = max(prompts, key=len)
-    for temperature in (1.0, 0.7, 0.05, 0.0):
-        check(long, temperature)
-    for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
-        right = judge.weights[name]
-        judge.use({name: right.roll(1, 0)})
-        with pytest.raises(AssertionError):
-            check(long, 1.0)
-        judge.use({name: right})
 
 
 TOWERS = ("qwen2_5_vl", "qwen3_vl")
@@ -204,7 +182,7 @@ def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
     with pytest.raises(WeightSyncError, match="arrived damaged"):
         two_ranks.run(damaged())
     if core := getattr(two_ranks.engine, "_core", None):  # for vLLM, as if only one worker had received damage
-        two_ranks.run(core.workers("start_weight_update"))
+        two_ranks.run(core.workers("vllm.worker:begin_update"))
     two_ranks.run(two_ranks.load(0))
     sample()
 

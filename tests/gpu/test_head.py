@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.divergence import Head, fused_reverse_kl
-from slime_like.algorithms.head import fused_logprobs, row_kernels
+from slime_like.algorithms.head import Head, fused_logprobs, fused_reverse_kl, row_kernels
 from tests.parallel.dense import relative_error
 from tests.unit.algorithms.test_head import run_sharded, weighted
 

@@ -15,8 +15,8 @@ from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.subject import DrivenEngine, start_engine
-from slime_like.verification.gap.explain import Explanation, Finding
-from slime_like.verification.gap.sides import SavedBatch, Sides
+from slime_like.verification.explain_gap import Explanation, Finding
+from slime_like.verification.saved_batch import SavedBatch, Sides
 from tests.conftest import Tiny
 from tests.parallel.ranks import held_ports, run_ranks
 from tests.support.acceptance import some_in_acceptance

@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import rank_error, together
 from backends.common.step.packs import ResponseRows
-from slime_like.algorithms.divergence import Head, fused_reverse_kl
+from slime_like.algorithms.head import Head, fused_reverse_kl
 from slime_like.config.sections import DistillationConfig, ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions

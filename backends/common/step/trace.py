@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from backends.common.step.shapes import compute_on_shapes, shape_of, tensors_in
-from slime_like.algorithms import divergence, head
+from slime_like.algorithms import head
 from slime_like.interfaces.estimate import Axis, Traffic, Work
 
 HEAD = "head"
@@ -157,7 +157,7 @@ class Trace(TorchDispatchMode):
 
             return staticmethod(call)
 
-        functions: list[Any] = [head._FusedLogprobs, divergence._ReverseKL]
+        functions: list[Any] = [head.FusedLogprobs, head._ReverseKL]
         originals = [(function.forward, function.backward) for function in functions]
         for function, both in zip(functions, originals, strict=True):
             function.forward, function.backward = map(labelled, both)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class GRPOLoss:
         given = {"ref_logprobs": ref_logprobs, "advantages": advantages, "behaviour_logprobs": behaviour_logprobs}
         given["old_logprobs"] = logprobs.detach() if old_logprobs is None else old_logprobs
         require_alike(targets=targets, padding_masks=padding_masks, **given)  # flattened, (T, B) looks like (B, T)
-        flat = {name: None if values is None else values.flatten() for name, values in given.items()}
+        flat: dict[str, Any] = {name: None if values is None else values.flatten() for name, values in given.items()}
         weights, denominator = self._reduce(mask.flatten(), lengths, group_ids)
         cast_weights = weights.to(logprobs.dtype)
         inputs = LossInputs(logprobs.flatten(), mask.flatten(), cast_weights, entropy.flatten(), **flat)

@@ -25,11 +25,11 @@ from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.plugins.objective import LOSSES
 from slime_like.plugins.resolve import require_options, resolve_callable
+from slime_like.trajectory import PackedTrajectory, tensor_fields
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
     from slime_like.config.base import Part
-    from slime_like.trajectory import PackedTrajectory
 
 
 def build_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:
@@ -120,9 +120,13 @@ class Loss:
         pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor, divergence: Tensor | None = None
     ) -> LossInputs:
         """Return the inputs of a pack: its fields, and the head's (R,) outputs for the whole pack, with graph."""
-        names = [field.name for field in fields(LossInputs) if hasattr(pack, field.name)]
+        known = {field.name: getattr(pack, field.name) for field in fields(LossInputs) if hasattr(pack, field.name)}
+        described = tensor_fields(type(pack)).items()
+        others = {name: getattr(pack, name) for name, each in described if each.is_per_token and name not in known}
         outputs = {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
-        return LossInputs(**{name: getattr(pack, name) for name in names} | outputs, behaviour_logprobs=pack.logprobs)
+        outputs |= {"behaviour_logprobs": pack.logprobs}
+        given = {name: values for name, values in others.items() if values is not None}
+        return LossInputs(**known | outputs, fields=given)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Compute loss and metrics of one micro-batch.
@@ -156,7 +160,7 @@ class Loss:
         if self._distillation > 0:
             per_token = per_token + self._distillation * required(inputs, "divergence")
         loss = _weighted_sum(per_token, inputs)
-        sums = _figures(inputs, loss, policy, kl, terms, correction)
+        sums = _metrics(inputs, loss, policy, kl, terms, correction)
         sums.rejected = rejected
         return LossOutput(loss, sums)
 
@@ -215,7 +219,7 @@ def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
 
 
 @torch.no_grad()
-def _figures(
+def _metrics(
     inputs: LossInputs,
     loss: Tensor,
     policy: Tensor,
@@ -223,32 +227,35 @@ def _figures(
     terms: PolicyTerms,
     correction: tuple[Tensor, Tensor] | None,
 ) -> LossSums:
-    sums = LossSums.zeros(loss.device)
-    sums.loss = loss.detach().double()
-    sums.policy_loss = _weighted_sum(policy, inputs).double()
-    sums.num_tokens = inputs.loss_mask.sum().double()
-    if kl is not None:
-        sums.kl_loss = _weighted_sum(kl, inputs).double()
-    if inputs.ref_logprobs is not None:
-        sums.approx_policy_kl = _token_sum(kl_estimate(inputs.logprobs, inputs.ref_logprobs, "k3"), inputs)
-    if inputs.divergence is not None:
-        sums.divergence = _token_sum(inputs.divergence, inputs)
-    if inputs.entropy is not None:
-        sums.entropy = _token_sum(inputs.entropy, inputs)
-    if terms.ratio is not None:
-        sums.ratio = _token_sum(terms.ratio, inputs)
-    elif inputs.old_logprobs is not None:
-        sums.ratio = _token_sum(token_ratio(inputs), inputs)
-    sums.bounded = _token_sum(_bounded(inputs), inputs)
-    if terms.clipped is not None:
-        clipped = terms.clipped if inputs.advantages is None else terms.clipped & (inputs.advantages != 0)
-        sums.clipped = _token_sum(clipped, inputs)  # without an advantage, there is no gradient to remove
+    """Return the sums over tokens. Without old logprobs, the current ones are used for ``surprisal`` and the gaps."""
+    current, old, engine, reference = (
+        inputs.logprobs.detach(), inputs.old_logprobs, inputs.behaviour_logprobs, inputs.ref_logprobs,
+    )  # fmt: skip
+    start = current if old is None else old
+    ratio = terms.ratio if terms.ratio is not None or old is None else token_ratio(inputs)
+    tokens = {"ratio": ratio, "divergence": inputs.divergence, "entropy": inputs.entropy, "surprisal": -start}
+    tokens["bounded"] = _bounded(inputs)
+    if reference is not None:
+        tokens["approx_policy_kl"] = kl_estimate(current, reference, "k3")
+    if terms.clipped is not None:  # without an advantage, there is no gradient to remove
+        tokens["clipped"] = terms.clipped if inputs.advantages is None else terms.clipped & (inputs.advantages != 0)
     if correction is not None:
         weights, changed = correction
-        sums.importance_weight = _token_sum(weights, inputs)
-        sums.importance_clipped = _token_sum(changed, inputs)
-        sums.squared_weight = _token_sum(weights.square(), inputs)
-    _gaps(sums, inputs)
+        tokens |= {"importance_weight": weights, "importance_clipped": changed, "squared_weight": weights.square()}
+    gaps = {"old_gap_max": (current - start).abs()}
+    if engine is not None:
+        tokens |= {"engine_surprisal": -engine, "engine_gap": (engine - start).abs()}
+        tokens["squared_engine_ratio"] = bounded_exp(log_ratio(start, engine)).square()
+        gaps["engine_gap_max"] = (engine - start).abs()
+    sums = LossSums.zeros(loss.device)
+    sums.loss, sums.num_tokens = loss.detach().double(), inputs.loss_mask.sum().double()
+    sums.policy_loss = _weighted_sum(policy, inputs).double()
+    sums.kl_loss = sums.kl_loss if kl is None else _weighted_sum(kl, inputs).double()
+    for name, values in tokens.items():
+        if values is not None:
+            setattr(sums, name, torch.where(inputs.loss_mask, values, 0).sum(dtype=torch.float64))
+    for name, gap in gaps.items() if current.numel() else ():
+        setattr(sums, name, torch.where(inputs.loss_mask, gap, 0).max().double())
     return sums
 
 
@@ -260,27 +267,3 @@ def _bounded(inputs: LossInputs) -> Tensor:
         if one is not None and other is not None:
             found |= (one - other).abs() > LOG_RATIO_BOUND
     return found
-
-
-def _gaps(sums: LossSums, inputs: LossInputs) -> None:
-    """Set the metrics of old and engine logprobs. Without old logprobs, the current ones are used for them."""
-    current = inputs.logprobs.detach()
-    old = inputs.old_logprobs if inputs.old_logprobs is not None else current
-    sums.old_gap_max = _token_max((current - old).abs(), inputs)
-    sums.surprisal = _token_sum(-old, inputs)
-    if inputs.behaviour_logprobs is not None:
-        sums.engine_surprisal = _token_sum(-inputs.behaviour_logprobs, inputs)
-        sums.squared_engine_ratio = _token_sum(bounded_exp(log_ratio(old, inputs.behaviour_logprobs)).square(), inputs)
-        gap = (inputs.behaviour_logprobs - old).abs()
-        sums.engine_gap = _token_sum(gap, inputs)
-        sums.engine_gap_max = _token_max(gap, inputs)
-
-
-def _token_sum(values: Tensor, inputs: LossInputs) -> Tensor:
-    return torch.where(inputs.loss_mask, values, 0).sum(dtype=torch.float64)
-
-
-def _token_max(values: Tensor, inputs: LossInputs) -> Tensor:
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    return torch.where(inputs.loss_mask, values, 0).max().double()

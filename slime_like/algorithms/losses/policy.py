@@ -1,7 +1,8 @@
 """Policy terms: their inputs, output and interface, and what several of them use."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -29,9 +30,9 @@ class LossInputs:
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
         response_lens: (S,) int64, needed if the loss has values per sequence.
-        chosen_tokens: bool, tokens that the loss has chosen from the whole optimizer step.
         mean_weights: the batch's mean importance weight, by which importance weights are divided.
         divergence: exact KL to the teacher, with graph; needed if the loss distils.
+        fields: all other fields of the pack per response token (``ScoredFields``), by name, for ``required``.
     """
 
     logprobs: Tensor
@@ -43,14 +44,14 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     response_lens: Tensor | None = None
-    chosen_tokens: Tensor | None = None
     mean_weights: Tensor | None = None
     divergence: Tensor | None = None
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
-        others = ("loss_mask", "token_weights", "chosen_tokens", "mean_weights")
-        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, *others)})
+        others = ("loss_mask", "token_weights", "mean_weights")
+        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, *others)}, **self.fields)
         require_bool_mask(self.loss_mask)
 
     def cleaned(self) -> Self:
@@ -60,13 +61,16 @@ class LossInputs:
         masked vocabulary. All tensors become at least as precise as ``logprobs``: the difference of two float32
         policies would be rounded before it meets a float64 logprob.
         """
-        cut = {"token_weights": torch.where(self.loss_mask, self.token_weights, 0.0)}
-        for name in _PER_TOKEN:
-            if (values := getattr(self, name)) is not None:
-                precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
-                cut[name] = torch.where(self.loss_mask, precise, 0.0)
+        given = {name: getattr(self, name) for name in _PER_TOKEN} | dict(self.fields)
+        cut = {name: self._cut(values) for name, values in given.items() if values is not None}
         cut |= {name: bounded_logprobs(cut[name]) for name in _LOGPROBS if name in cut}
-        return replace(self, **cut)
+        fields = {name: cut.pop(name) for name in self.fields}
+        return replace(self, token_weights=torch.where(self.loss_mask, self.token_weights, 0.0), **cut, fields=fields)
+
+    def _cut(self, values: Tensor) -> Tensor:
+        if values.is_floating_point():
+            values = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
+        return values.masked_fill(~self.loss_mask, 0)
 
 
 @dataclass(slots=True)
@@ -115,9 +119,9 @@ class RatioLoss(PolicyLoss, Protocol):
 
 def required(inputs: LossInputs, name: str) -> Tensor:
     """Return an input that the loss needs; raise ``ValueError`` if it is missing."""
-    value: Tensor | None = getattr(inputs, name)
+    value: Tensor | None = getattr(inputs, name, inputs.fields.get(name))
     if value is None:
-        raise ValueError(f"this loss needs {name}, but the micro-batch has none; see LossInputs.{name}")
+        raise ValueError(f"this loss needs {name}, but the micro-batch has none; see LossInputs")
     return value
 
 

@@ -13,9 +13,6 @@ _Part = tuple[float, object]
 # Karmarkar-Karp merges n partial partitions of num_ranks parts each. Beyond this many parts, the greedy rule is used,
 # whose result is then indistinguishable.
 _DIFFERENCING_LIMIT = 400_000
-# Steps of the exhaustive search for fewer bins: some tens of milliseconds. Only a batch with hardly more sequences than
-# micro-batches needs it.
-_SEARCH_STEPS = 50_000
 
 
 def partition_by_tokens(
@@ -28,7 +25,7 @@ def partition_by_tokens(
 
     All ranks get equally many micro-batches. Ranks with fewer split theirs; a rank with too few sequences for that gets
     the cheapest of the others. If there are too few sequences altogether, micro-batches are packed first and then
-    distributed. If equal counts don't exist (three sequences of the budget's size for two ranks), some ranks have
+    distributed. If no equal counts are found (three sequences of the budget's size for two ranks), some ranks have
     fewer: fill up with ``zero_weight_pack``.
 
     Args:
@@ -170,11 +167,7 @@ def _even_partition(
     bins = first_fit_decreasing(lengths, max_tokens)
     rounds = -(-len(bins) // num_ranks)
     if rounds * num_ranks > len(lengths):
-        rounds = len(lengths) // num_ranks
-        fewer = pack_into(lengths, max_tokens, rounds * num_ranks)
-        if fewer is None:
-            return None
-        bins = fewer
+        return None
     _split_bins(bins, lengths, rounds * num_ranks)
     # Balanced largest-first differencing starts with one bin per rank (Michiels, Korst, Aarts, van Leeuwen 2003).
     weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
@@ -299,34 +292,3 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
         while node := node // 2:
             room[node] = max(room[2 * node], room[2 * node + 1])
     return bins
-
-
-def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Search for a packing into at most ``count`` bins, none empty; return ``None`` if none is found.
-
-    The search is exhaustive, longest items first, for cases in which first-fit-decreasing misses by a few bins. Bins
-    with equal room are tried once. Packing is NP-hard, so the search gives up after a bounded number of steps.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    room, bins = [capacity] * count, [list[int]() for _ in range(count)]
-    tried: list[set[int]] = [set()]
-    chosen: list[int] = []
-    for _ in range(_SEARCH_STEPS):
-        depth = len(chosen)
-        if depth == len(order):
-            return [members for members in bins if members]
-        length = lengths[order[depth]]
-        slot = next((k for k, free in enumerate(room) if free >= length and free not in tried[-1]), None)
-        if slot is None:
-            if not chosen:
-                return None
-            tried.pop()
-            last = chosen.pop()
-            room[last] += lengths[bins[last].pop()]
-            continue
-        tried[-1].add(room[slot])
-        tried.append(set())
-        chosen.append(slot)
-        bins[slot].append(order[depth])
-        room[slot] -= length
-    return None

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.agents.responses import require_calls
-from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.rows import held_out_settings
@@ -19,6 +18,7 @@ from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.sandbox.rewards.registry import required_of_rows
+from slime_like.statistics import mean_pass_at_k, powers_up_to
 from slime_like.system.words import pluralize
 from slime_like.trajectory import UnscoredTrajectory
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae, value_loss
-from slime_like.algorithms.advantages import Groups
-from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k, powers_up_to
+from slime_like.algorithms.advantages import SampleGroups
 from slime_like.plugins.objective import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES
+from slime_like.statistics import mean_pass_at_k, pass_at_k, powers_up_to
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import gae_by_definition
 
@@ -31,7 +31,7 @@ BY_GROUP = {
     groups=st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=9), min_size=1, max_size=9),
     seed=st.integers(0, 99),
 )
-@examples(30)
+@examples(15)
 def test_group_formulas_on_uneven_shuffled_groups(name: str, groups: list[list[int]], seed: int) -> None:
     samples = [(10**15 + 7 * g, float(r), g) for g, group in enumerate(groups) for r in group]
     random.Random(seed).shuffle(samples)
@@ -111,12 +111,12 @@ def test_import_paths_types_and_devices() -> None:
     with pytest.raises(NotImplementedError, match="_unique2"):
         compute_advantages(rewards, [0, 0])
     with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch is one group
-        find_estimator("reinforce_pp").compute(rewards, Groups([0, 0]))
+        find_estimator("reinforce_pp").compute(rewards, SampleGroups([0, 0]))
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAE
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8), seed=st.integers(0, 10**6))
-@examples(30)
+@examples(15)
 def test_gae_against_the_definition(lengths: list[int], seed: int) -> None:
     """Random masks often end in masked tokens, and some cover a whole sequence."""
     g = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ from slime_like.algorithms import (
     response_tokens,
     split_for_context_parallel,
 )
-from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, pack_into, training_flops
+from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, training_flops
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
@@ -32,7 +32,7 @@ def pack(shapes: list[tuple[int, int]], padding: int = 0) -> PackedTrajectory:
 
 
 @given(shapes=shapes(), padding=PADDINGS, cp=CP_SIZES, layout=LAYOUTS, multiple=st.integers(1, 4))
-@examples(60)
+@examples(30)
 def test_split_and_merge_are_inverse(shapes, padding, cp, layout, multiple) -> None:  # type: ignore[no-untyped-def]
     packed = pack(shapes, padding)
     shards = [split_for_context_parallel(packed, cp, rank, layout, multiple) for rank in range(cp)]
@@ -108,7 +108,7 @@ def test_one_rank_changes_nothing(layout: str) -> None:
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=200), ranks=st.integers(1, 9), extra=st.integers(0, 900)
 )
-@examples(80)
+@examples(30)
 def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: int, extra: int) -> None:
     budget = max(lengths) + extra
     if len(lengths) < ranks:
@@ -121,23 +121,6 @@ def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: in
     assert all(sum(lengths[i] for i in batch) <= budget for bins in partition for batch in bins)
     # Counts differ only if nothing is left to split: every sequence has a micro-batch.
     assert len({len(bins) for bins in partition}) == 1 or all(len(batch) == 1 for bins in partition for batch in bins)
-
-
-def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """Find the optimum by trying every assignment."""
-    best = len(lengths)
-
-    def place(index: int, room: list[int]) -> None:
-        nonlocal best
-        if index == len(lengths):
-            best = min(best, len(room))
-            return
-        for slot in [k for k, free in enumerate(room) if free >= lengths[index]]:
-            place(index + 1, [free - (k == slot) * lengths[index] for k, free in enumerate(room)])
-        place(index + 1, [*room, capacity - lengths[index]])
-
-    place(0, [])
-    return best
 
 
 def differenced(costs: list[int], parts: int) -> list[int]:
@@ -153,40 +136,27 @@ def differenced(costs: list[int], parts: int) -> list[int]:
 
 @given(costs=st.lists(st.integers(1, 6), min_size=5, max_size=14), parts=st.integers(2, 5))
 @example(costs=[6, 5, 3, 3, 3, 2, 2, 2], parts=3)  # 8, 8, 10 if the partial made first were merged first
-@examples(100)
+@examples(30)
 def test_equal_spreads_are_merged_from_the_larger_sum(costs: list[int], parts: int) -> None:
     shares = balance(costs, parts)
     assert sorted(sum(costs[i] for i in share) for share in shares) == differenced(costs, parts)
 
 
-@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=7), ranks=st.integers(1, 4), by_cost=st.booleans())
+@given(lengths=st.lists(st.integers(1, 64), min_size=4, max_size=40), ranks=st.integers(1, 4), by_cost=st.booleans())
 @example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
-@example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
-@example(lengths=[60, 60, 60], ranks=2, by_cost=False)
-@examples(150)
-def test_equal_counts_if_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
-    """They exist if the fewest micro-batches, rounded up to whole rounds, don't exceed the number of sequences."""
+@example(lengths=[60, 60, 60], ranks=2, by_cost=False)  # no equal counts
+@examples(30)
+def test_equal_counts_if_there_are_enough_sequences(lengths: list[int], ranks: int, by_cost: bool) -> None:
     costs = [float(n * n) for n in lengths] if by_cost else None
-    possible = -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
-    if len(lengths) < ranks:
-        return
+    possible = -(-len(first_fit_decreasing(lengths, 64)) // ranks) * ranks <= len(lengths)
     partition = partition_by_tokens(lengths, 64, ranks, costs=costs)
-    assert (len({len(bins) for bins in partition}) == 1) == possible
+    assert (len({len(bins) for bins in partition}) == 1) or not possible
     assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
     assert all(batch and sum(lengths[i] for i in batch) <= 64 for bins in partition for batch in bins)
 
 
 def test_bins_and_shares_of_known_optima() -> None:
-    """First-fit needs four bins instead of three. Six ranks then have equal counts only by the search."""
-    lengths = [5, 8, 5, 8, 8, 7, 7, 9]
-    assert len(first_fit_decreasing(lengths, 20)) == 4 and fewest_bins(lengths, 20) == 3
-    bins = pack_into(lengths, 20, 3)
-    assert bins is not None and sorted(i for members in bins for i in members) == list(range(8))
-    assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
-    assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
-    partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6)
-    assert [len(bins) for bins in partition] == [1] * 6
-    # Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8.
+    """Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8."""
     lengths = [4, 7, 2, 6, 3, 2]
     bins = first_fit_decreasing(lengths, 8)
     assert [[lengths[i] for i in members] for members in bins] == [[7], [6, 2], [4, 3], [2]]
@@ -236,7 +206,7 @@ def test_tensors_are_accepted() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), ranks=st.integers(1, 4))
-@examples(60)
+@examples(30)
 def test_full_batches(lengths: list[int], ranks: int) -> None:
     partition = partition_full_batches(lengths, 20, ranks)
     sent = [i for bins in partition for members in bins for i in members]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy
-from slime_like.algorithms.divergence import Head, fused_reverse_kl
+from slime_like.algorithms.head import Head, fused_reverse_kl
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import close, dense_scores
 
@@ -129,7 +129,7 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> d
 
 @pytest.mark.parametrize("truncated", [False, True])
 @given(count=st.integers(0, 30), **SHARDED)
-@examples(40)
+@examples(20)
 def test_any_sharding_equals_the_whole(truncated, count, vocab_size, extra, ranks, chunk, dtype, softcap) -> None:  # type: ignore[no-untyped-def]
     """Includes cases without tokens, and shards of only padding, which has no gradient.
 
@@ -171,13 +171,6 @@ def test_ignored_targets_and_one_temperature() -> None:
         results.append(torch.autograd.grad((factors * values).sum() + also, [hidden, weight], retain_graph=True))
     for ours, theirs in zip(*results, strict=True):
         assert close(ours, theirs, 1e-12)
-
-
-def test_frozen_weight_gets_no_gradient() -> None:
-    case = make_case(4, 6, 6, torch.float64)
-    hidden = case["hidden"].requires_grad_()
-    fused_logprobs(hidden, case["weight"], case["targets"], case["temperatures"], vocab_size=6)[0].sum().backward()
-    assert hidden.grad is not None and case["weight"].grad is None
 
 
 # -------------------------------------------------------------------------------------------------------- large logits

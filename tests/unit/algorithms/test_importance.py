@@ -76,20 +76,6 @@ def test_a_veto_removes_whole_sequences(correction: str, level: str) -> None:
     assert torch.equal(vetoed[0][3:], plain[0][3:]) and torch.equal(vetoed[1][3:], plain[1][3:]) and plain[0].all()
 
 
-def test_a_veto_in_the_loss() -> None:
-    """A vetoed sequence has no policy gradient, and counts as clipped."""
-    inputs = make_inputs()
-    far = inputs.old_logprobs.clone()
-    far[int(inputs.loss_mask.nonzero()[0])] -= 12
-    given = replace(inputs, old_logprobs=far)
-    settings = ({"correction": "tis"}, {"correction": "tis", "veto": 1e-4})
-    outputs = [build_loss(AlgorithmConfig(loss="policy_gradient", importance=one))(given) for one in settings]
-    plain, vetoed = (torch.autograd.grad(output.loss, given.logprobs)[0] for output in outputs)
-    assert plain[: LENGTHS[0]].any() and not vetoed[: LENGTHS[0]].any()
-    assert torch.equal(plain[LENGTHS[0] :], vetoed[LENGTHS[0] :])
-    assert outputs[1].sums.importance_clipped >= inputs.loss_mask[: LENGTHS[0]].sum()
-
-
 def test_the_mean_weight_counts_tokens_like_the_loss() -> None:
     weights, mask = torch.tensor([2.0, 0.5, 9.0, 1.0]), torch.tensor([True, True, False, True])
     assert mean_weight(weights, mask, torch.ones(4)) == pytest.approx(3.5 / 3)

@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime_like.algorithms import LossInputs, LossSums, build_loss, kl_estimate
+from slime_like.algorithms import LossInputs, LossSums, PolicyTerms, build_loss, kl_estimate, pack_sequences, required
 from slime_like.config.algorithm import AlgorithmConfig
+from tests.unit.algorithms.cases import scored
 
 LENGTHS = [5, 1, 8]
 TOTAL = sum(LENGTHS)
@@ -194,14 +195,7 @@ def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-unt
     assert sums.clipped.item() == clipped(ratios, inputs.advantages[kept]).sum().item()
     stats = loss(replace(inputs, loss_mask=torch.zeros(TOTAL, dtype=torch.bool))).sums.to_stats(1.0, 0.0, 0.0)
     assert [stats.ratios, stats.entropy, stats.clipfrac, stats.engine_gap_mean] == [0.0] * 4
-
-
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"])
-def test_a_clip_counts_where_it_takes_a_gradient(name: str) -> None:
-    inputs = make_inputs(distance=2.0)
-    loss = build_loss(AlgorithmConfig(loss=name))
-    assert loss(inputs).sums.clipped > 0
-    assert loss(replace(inputs, advantages=torch.zeros_like(inputs.advantages))).sums.clipped == 0
+    assert loss(replace(inputs, advantages=0 * inputs.advantages)).sums.clipped == 0  # without a gradient to take
 
 
 # ------------------------------------------------------------------------------------------------------------ KL
@@ -297,7 +291,7 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
         output = build_loss(AlgorithmConfig(loss=name, kl={"coef": 0.1}))(inputs)
         gradient = torch.autograd.grad(output.loss, inputs.logprobs)[0]
         assert output.loss == 0 and not gradient.any() and output.sums.num_tokens == 0
-    absent = ("response_lens", "chosen_tokens", "mean_weights")
+    absent = ("response_lens", "mean_weights", "fields")
     empty = {f.name: getattr(inputs, f.name)[:0] for f in fields(inputs) if f.name not in absent}
     assert build_loss(AlgorithmConfig())(LossInputs(**empty)).loss == 0
 
@@ -348,3 +342,32 @@ def test_needs() -> None:
     for name in ("policy_gradient", "sft"):
         assert not build_loss(AlgorithmConfig(loss=name)).needs_old
     assert build_loss(AlgorithmConfig(loss="sft", kl={"coef": 0.1, "importance_weighted": True})).needs_old
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A loss that reads a field of the pack that no built-in loss reads."""
+
+    name: ClassVar[str] = "scaled"
+    needs_old: ClassVar[bool] = False
+    needs_advantages: ClassVar[bool] = False
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        return PolicyTerms(-required(inputs, "returns") * inputs.logprobs)
+
+
+def test_a_loss_reads_any_field_of_the_pack() -> None:
+    """Values on tokens without loss have no effect. A missing field and another shape are rejected."""
+    row = scored(0)
+    returns = torch.arange(4.0).masked_fill(~row.loss_mask, math.nan)
+    pack = pack_sequences([replace(row, returns=torch.arange(4.0))])
+    loss = build_loss(AlgorithmConfig(loss="tests.unit.algorithms.test_losses:Scaled"))
+    logprobs = torch.full((4,), -2.0, dtype=torch.float64, requires_grad=True)
+    inputs = loss.inputs(pack, logprobs, torch.zeros(4))
+    output = loss(replace(inputs, fields={**inputs.fields, "returns": returns}))
+    expected = row.token_weight * torch.arange(4.0)[row.loss_mask].double()
+    assert output.loss.item() == pytest.approx(2 * expected.sum().item())
+    assert torch.autograd.grad(output.loss, logprobs)[0][row.loss_mask].tolist() == pytest.approx((-expected).tolist())
+    for given in ({}, {"returns": returns[:1]}):
+        with pytest.raises(ValueError, match="returns"):
+            loss(replace(inputs, fields=given))

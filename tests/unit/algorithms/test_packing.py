@@ -262,7 +262,7 @@ def sequence(name: str, rows: list[list[int]]) -> ScoredTrajectory:
 
 
 @given(parts=st.lists(ROWS, min_size=1, max_size=3), cut=st.integers(0, 18), token=st.integers(0, 9))
-@examples(60)
+@examples(30)
 def test_supports_are_lists_of_ids(parts: list[list[list[int]]], cut: int, token: int) -> None:
     rows = [row for part in parts for row in part]
     joined = Supports.concatenate([supports_of(part) for part in parts])
@@ -274,7 +274,7 @@ def test_supports_are_lists_of_ids(parts: list[list[list[int]]], cut: int, token
 
 
 @given(sequences=st.lists(ROWS, min_size=1, max_size=3), picked=st.lists(st.integers(0, 99), max_size=5))
-@examples(60)
+@examples(30)
 def test_packs_return_every_sequences_supports(sequences: list[list[list[int]]], picked: list[int]) -> None:
     given_sequences = [sequence(f"s{number}", rows) for number, rows in enumerate(sequences)]
     pack = pack_sequences(given_sequences)

@@ -17,21 +17,6 @@ from slime_like.config.base import Part
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"])
-def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
-    """Losses with a ratio per sequence: the same sums over each sequence's tokens, with equal weights."""
-    inputs = make_inputs()
-    lengths = torch.tensor(LENGTHS)
-    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach(), token_weights=torch.ones_like(inputs.token_weights))
-    found, expected = (
-        torch.autograd.grad(build_loss(AlgorithmConfig(loss=each))(inputs).loss, inputs.logprobs)[0]
-        for each in (name, "policy_gradient")
-    )
-    torch.testing.assert_close(
-        torch.segment_reduce(found, "sum", lengths=lengths), torch.segment_reduce(expected, "sum", lengths=lengths)
-    )
-
-
 # --------------------------------------------------------------------------------------------- tokens of a whole step
 def covariances(logs: list[float], gains: list[float]) -> list[float]:
     means = statistics.mean(logs), statistics.mean(gains)
@@ -61,7 +46,7 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
 
 def test_chosen_tokens_lose_the_gradient_or_pay_for_moving() -> None:
     apart = torch.arange(sum(LENGTHS)) % 3 == 0
-    inputs = replace(make_inputs(), chosen_tokens=apart)
+    inputs = replace(make_inputs(), fields={"chosen_tokens": apart})
     ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
 
     def gradient(name: str, **options: Any) -> Tensor:

@@ -16,7 +16,7 @@ from tests.unit.algorithms.cases import REDUCTIONS, mean_by_definition, options_
     groups=st.lists(st.integers(0, 4), min_size=9, max_size=9),
     seed=st.integers(0, 99),
 )
-@examples(40)
+@examples(20)
 def test_weighted_sum_is_the_mean(reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int) -> None:
     """The means are over rollouts, whose rows have any order. Without ids, every row is a rollout."""
     counts, rollouts = [count for count, _ in rows], [rollout for _, rollout in rows]
@@ -57,7 +57,7 @@ def test_a_fully_masked_sample_adds_nothing() -> None:
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=30), seed=st.integers(0, 99), kind=st.sampled_from(["bool", "float"])
 )
-@examples(40)
+@examples(20)
 def test_sum_of_sample_mean(lengths: list[int], seed: int, kind: str) -> None:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), generator=g, dtype=torch.float64, requires_grad=True)

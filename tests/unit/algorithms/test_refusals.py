@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from slime_like import algorithms as algo
-from slime_like.algorithms.advantages import Groups
+from slime_like.algorithms.advantages import SampleGroups
 from slime_like.algorithms.losses.policy import PolicyTerms
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.algorithms.losses.surrogates import SFT
-from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.plugins.objective import LOSSES, SEQUENCE_LOSSES, STEP_LOSSES
+from slime_like.statistics import mean_pass_at_k, pass_at_k
 from tests.unit.algorithms.cases import SHAPES, batch
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
@@ -27,11 +28,11 @@ LOGITS, HEAD = torch.zeros(2, 5), torch.ones(5, 5)
 PADDED = {"pi_logits": torch.zeros(2, 3, 5), "targets": torch.ones(2, 3, dtype=torch.int64), "ref_logprobs": None}
 
 
-def _one_too_few(rewards: Tensor, groups: Groups) -> Tensor:
+def _one_too_few(rewards: Tensor, groups: SampleGroups) -> Tensor:
     return rewards[1:]
 
 
-def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
+def _without_threshold(rewards: Tensor, groups: SampleGroups) -> Tensor:
     return rewards / groups.std(rewards, ddof=0)
 
 
@@ -80,6 +81,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "a level without lengths": lambda: algo.importance_weights(TWO, TWO, MASK, None, "mask", "sequence"),
     "a reduction without groups": lambda: padded("groups"),
     "a reduction without its length": lambda: algo.token_weights("constant", [1], [1]),
+    "rollouts of other rows": lambda: algo.token_weights("tokens", [1, 2], [0, 0], rollout_ids=["a"]),
+    "a rollout in two groups": lambda: algo.step_denominator("samples", [1, 2], [0, 1], ["a", "a"]),
     "a denominator of 0": lambda: LossSums.zeros().to_stats(0.0, 0.0, 0.0),
     "an id beyond the logits": lambda: algo.selective_log_softmax(LOGITS, BEYOND),
     "an id beyond the head's vocabulary": lambda: algo.fused_logprobs(LOGITS, HEAD, BEYOND, 1.0, vocab_size=5),
@@ -138,3 +141,23 @@ def test_a_custom_loss_returns_a_value_per_token(
     monkeypatch.setattr(SFT, "__call__", lambda self, inputs: made(inputs.logprobs))
     with pytest.raises(ValueError, match="loss 'sft' returned"):
         built(loss="sft")
+
+
+def test_settings_per_sequence() -> None:
+    """Settings that need sequence lengths are listed by name. A level without a correction has no effect."""
+    assert AlgorithmConfig(importance={"level": "sequence"}).per_sequence == ()
+    corrected = {"correction": "mask", "veto": 1e-4, "level": "geometric"}
+    assert AlgorithmConfig(importance=corrected).per_sequence == (
+        "importance.level=geometric", "importance.veto=0.0001",
+    )  # fmt: skip
+    pack = algo.pack_sequences(batch([(3, 4)]))
+    for name in LOSSES.keys() - STEP_LOSSES:
+        config = AlgorithmConfig(loss=name)
+        others = pack.old_logprobs, pack.logprobs, pack.ref_logprobs, pack.advantages
+        inputs = algo.LossInputs(torch.zeros(4), pack.loss_mask, pack.token_weights, torch.zeros(4), *others)
+        if name in SEQUENCE_LOSSES:
+            assert config.per_sequence == (f"loss={name}",)
+            with pytest.raises(ValueError, match="response_lens"):
+                algo.build_loss(config)(inputs)
+        else:
+            assert config.per_sequence == () and algo.build_loss(config)(inputs).loss.isfinite()

@@ -242,12 +242,9 @@ def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
     ]
     stream = io.StringIO()
     print_table("Differences", rows, stream)
-    lines = stream.getvalue().splitlines()
-    (cells,) = [line.strip("│").split("│") for line in lines if "5.0e-01" in line]
-    assert [cell.strip() for cell in cells] == ["tp2", "2", "5.0e-01", *["0.0e+00"] * 5, "DIFFERS"]
     assert [row.verdict for row in rows] == ["same", "DIFFERS", "skipped", "FAILED"]
     sentences = ["tp2: token 3 is wrong", "tp2: layer 1 is wrong", "tp16: needs 64 ranks", "cp2: rank 1 died"]
-    assert lines[-4:] == sentences
+    assert stream.getvalue().splitlines()[-4:] == sentences
 
 
 def test_routes_that_rounding_changed_are_no_difference(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.sync_probe import ROUTED_BOUND, ProbeGap
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.gap.sides import SavedBatch, Sides
 from slime_like.verification.layouts import ONE_RANK, parse_layout
+from slime_like.verification.saved_batch import SavedBatch, Sides
 
 _LEAST_FALL, _LEAST_FALL_OF_GUESS = 0.05, 0.5
 """Least relative fall of the gap that shows a cause. A wrong guess may be closer by chance if something else is off."""

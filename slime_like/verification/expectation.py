@@ -163,7 +163,7 @@ class Enumeration:
                 divergence=self._of_states((logs.exp() * gaps).sum(dim=-1))[index],
                 advantages=self._advantages_of(steps, places, columns) + self._distils * taught[index],
                 response_lens=lengths,
-                chosen_tokens=torch.zeros(len(index), dtype=torch.bool),
+                fields={"chosen_tokens": torch.zeros(len(index), dtype=torch.bool)},
                 **{name: column[index] for name, column in columns.items()},
             )
         )

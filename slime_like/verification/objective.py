@@ -19,7 +19,7 @@ from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator
 from slime_like.plugins.resolve import resolve
-from slime_like.verification.objective.expectation import (
+from slime_like.verification.expectation import (
     ACTIONS,
     Enumeration,
     Policies,
