@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.checks.run_files import directory_problem
 from slime_like.commands.command import Command, at_least_one, option, parse_path, temporary_run_dir
@@ -16,6 +16,9 @@ from slime_like.config import DataConfig, RolloutConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
 from slime_like.system.words import pluralize
+
+if TYPE_CHECKING:
+    from slime_like.planning.lengths import Lengths
 
 _DOES_NOT_FIT, _FOUND = 1, 1
 _LEAST_STEPS = 2
@@ -41,7 +44,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.planning.search import search
     from slime_like.planning.table import print_candidates, print_plan
 
-    planned = PlannedRun.of(config, options.mean_prompt, options.mean_response)
+    planned = PlannedRun.of(config, options.mean_prompt, _lengths(options, config))
     if options.search:
         found = search(planned, options.top, _note)
         _note("")
@@ -65,11 +68,27 @@ def _problems(config: RunConfig) -> list[Problem]:
     return check(config, training_needs(config) - {"files", "code"})
 
 
+def _lengths(options: argparse.Namespace, config: RunConfig) -> "Lengths | None":
+    """Return the distribution of responses' tokens: of a file or a run, or of the given mean and maximum."""
+    from slime_like.planning.lengths import Lengths, read_lengths
+
+    if options.lengths is not None:
+        return read_lengths(options.lengths)
+    if options.mean_response is None and options.max_response is None:
+        return None
+    longest = options.max_response or config.rollout.max_new_tokens
+    return Lengths(options.mean_response or longest, longest)
+
+
 def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: RolloutConfig, longest: int) -> None:
-    """Reject mean lengths above their limits."""
+    """Reject lengths above their limits, and contradictory ones."""
+    given = [name for name in ("mean_response", "max_response") if getattr(options, name) is not None]
+    if options.lengths is not None and given:
+        raise ConfigError(f"--lengths contains them; remove --{' and --'.join(given)}", code="options-conflict")
     limits = {
         "mean_prompt": ("data.max_prompt_tokens", data.max_prompt_tokens),
         "mean_response": ("rollout.max_new_tokens", rollout.max_new_tokens),
+        "max_response": ("rollout.max_new_tokens", rollout.max_new_tokens),
     }
     if rollout.agent.is_set:  # its rows contain a history
         limits = dict.fromkeys(limits, ("rollout.max_model_len", longest))
@@ -78,6 +97,8 @@ def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: Ro
         for name, (field, most) in limits.items()
         if (mean := getattr(options, name)) is not None and mean > most
     ]
+    if len(given) == 2 and options.mean_response > options.max_response:
+        problems.append(f"--mean_response={options.mean_response} is above --max_response={options.max_response}")
     if problems:
         raise ConfigError(problems, code="options-conflict")
 
@@ -108,6 +129,13 @@ PLAN = Command(
         option("--preflight", action="store_true", help="check files, disk and port of this machine of the cluster"),
         option("--mean_prompt", type=at_least_one, metavar="TOKENS", help=f"mean prompt {_MEAN}"),
         option("--mean_response", type=at_least_one, metavar="TOKENS", help=f"mean response {_MEAN}"),
+        option("--max_response", type=at_least_one, metavar="TOKENS", help="longest response (default: the limit)"),
+        option(
+            "--lengths",
+            type=parse_path,
+            metavar="FILE|RUN_DIR",
+            help="instead, responses' tokens: a file with a number per line, or a run with metrics",
+        ),
     ),
     "[--output FILE] [--search] [--section.field VALUE ...]",
     {"[CONFIG.yaml]": "configuration file"},

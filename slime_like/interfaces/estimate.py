@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["tensor", "pipeline", "context", "data", "expert", "embedding", "world"]
+Pattern = Literal["all_reduce", "gather", "all_to_all", "message"]
+"""How a group exchanges: ring all-reduces; all-gathers, reduce-scatters and broadcasts; all pairs; one neighbor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Traffic:
         nbytes: bytes that leave this rank (a ring all-reduce of n bytes over k ranks sends 2 n (k - 1) / k).
         calls: number of messages or collectives.
         hidden_bytes: the part of ``nbytes`` whose collectives overlap with a matrix product.
+        pattern: how the group exchanges them.
     """
 
     axis: Axis
@@ -36,6 +39,7 @@ class Traffic:
     nbytes: int
     calls: int
     hidden_bytes: int = 0
+    pattern: Pattern = "gather"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Work:
         traffic: messages sent during the pass.
         kernel_bytes: bytes read and written by all other kernels, counted per kernel; proportional to the tokens.
         head_flops: the head's part of ``matmul_flops``.
+        grouped_flops: further FLOPs of experts' grouped products, with each expert's rows rounded up to whole tiles.
+        kernels: number of kernels launched.
     """
 
     matmul_flops: float
@@ -55,6 +61,8 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
+    grouped_flops: float = 0.0
+    kernels: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
-from slime_like.planning.planned_run import GIB, Hardware, PlannedRun
+from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.planned_run import PlannedRun
 from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 

@@ -10,7 +10,6 @@ from rich.table import Table
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.plan import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import SYNC_GB_PER_S
 from slime_like.system.console import Console
 from slime_like.system.words import memory_text, pluralize, seconds_text, significant
 
@@ -143,14 +142,19 @@ def step_lines(plan: Plan) -> Iterator[str]:
     if longest == "training":
         detail = f"; {step.utilization:.0%} of the GPUs' matrix-product ceiling"
     elif longest == "generation" and found is not None:
-        detail = f"{', during training' if step.overlapped else ''}; a token takes {seconds_text(found.token)}"
+        detail = f"{', during training' if step.overlapped else ''}; a token takes {seconds_text(found.token.seconds)}"
     yield f"Limited by {_PHASES[longest]}: {min(1.0, share):.0%} of the step{detail}."
-    if found is not None and found.waves > 1 and plan.engine is not None:
+    if found is None or plan.engine is None:
+        return
+    engines = pluralize(plan.run.config.rollout.num_engines, "engine")
+    if found.at_once < found.sequences:
         fitting = int(plan.engine.kv_tokens / (work.mean_length + plan.engine.state_tokens))
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
-        engines = pluralize(plan.run.config.rollout.num_engines, "engine")
         decodes = f"each decodes {found.at_once:,} of its {found.sequences:,} sequences at the same time ({limit})"
-        yield f"{engines}: {decodes}, so generation takes {found.waves} waves."
+        yield f"{engines}: {decodes}."
+    if found.tail > 0.1 * found.seconds:
+        share = f"for {found.tail / found.seconds:.0%} of generation, less than half of a batch is decoded"
+        yield f"The longest response has {found.longest:,.0f} tokens: {share}."
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
@@ -194,12 +198,15 @@ def _workings(plan: Plan) -> Iterator[str]:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
         nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
-        sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
+        assumed = hardware.assumed
+        rate = plan.transport and assumed.sync_gb_per_s[plan.transport]
+        sync = f", weight sync by {plan.transport} at {rate:g} GB/s" if plan.transport else ""
         yield (
-            f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
-            f"products, {hardware.attention_efficiency:.0%} in attention, {hardware.memory_efficiency:.0%} of "
-            f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
-            f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
+            f"assumed, not measured: {assumed.matmul:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
+            f"products, {assumed.attention:.0%} in attention, {assumed.memory:.0%} of "
+            f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {assumed.link:.0%} of links ({nvlink}network "
+            f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}; all of it is in "
+            "docs/planning.md"
         )
     layers = ", ".join(sorted({kind.estimate.layers for kind in plan.kinds}))
     yield f"planned layers: {layers}; Transformer Engine's keep less; recompute: {config.trainer.recompute}"

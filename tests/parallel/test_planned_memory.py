@@ -16,7 +16,7 @@ from slime_like.config.roles import CRITIC
 from slime_like.config.trainer import ParallelConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.planned_run import Hardware
+from slime_like.planning.hardware import Hardware
 from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import as_critic

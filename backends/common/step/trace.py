@@ -21,14 +21,20 @@ from torch.utils._pytree import tree_map_only
 
 from backends.common.step.shapes import compute_on_shapes, shape_of, tensors_in
 from slime_like.algorithms import head
-from slime_like.interfaces.estimate import Axis, Traffic, Work
+from slime_like.interfaces.estimate import Axis, Pattern, Traffic, Work
 
 HEAD = "head"
 
 _aten = torch.ops.aten
 
-MessageTotals = dict[tuple[int, ...], tuple[int, int, int]]
-"""Bytes sent, calls, and bytes of asynchronous calls, keyed by the ranks of a process group."""
+MessageTotals = dict[tuple[tuple[int, ...], Pattern], tuple[int, int, int]]
+"""Bytes sent, calls, and bytes of asynchronous calls, keyed by the ranks of a process group and how they exchange."""
+
+_TILE_ROWS = 128
+"""Rows of a tile of grouped products: an expert's last tile is computed whole (CUTLASS's tiles on Hopper)."""
+
+
+_COUNTS = ("matmul_flops", "attention_flops", "kernel_bytes", "head_flops", "grouped_flops", "kernels")
 
 
 @dataclass(slots=True)
@@ -40,22 +46,30 @@ class Counted:
     sent: MessageTotals = field(default_factory=dict)
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
+    grouped_flops: float = 0.0
+    kernels: int = 0
 
-    def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1, hidden: int = 0) -> None:
+    def add_sent(
+        self, ranks: Sequence[int], nbytes: int, count: int = 1, hidden: int = 0, pattern: Pattern = "gather"
+    ) -> None:
         """Add ``count`` messages or collectives of ``nbytes`` in total, of which ``hidden`` are asynchronous."""
-        sent = self.sent.get(tuple(ranks), (0, 0, 0))
-        self.sent[tuple(ranks)] = sent[0] + nbytes, sent[1] + count, sent[2] + hidden
+        sent = self.sent.get((tuple(ranks), pattern), (0, 0, 0))
+        self.sent[tuple(ranks), pattern] = sent[0] + nbytes, sent[1] + count, sent[2] + hidden
 
     def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
         """Return this work, with ``further`` messages. ``axes`` maps groups to axes; all others get ``default``."""
-        sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
-        return Work(self.matmul_flops, self.attention_flops, (*sent, *further), self.kernel_bytes, self.head_flops)
+        sent = (
+            Traffic(axes.get(ranks, default), ranks, *figures, pattern)
+            for (ranks, pattern), figures in self.sent.items()
+        )
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return Work(traffic=(*sent, *further), **counts)
 
     def add(self, other: Self) -> None:
-        for name in ("matmul_flops", "attention_flops", "kernel_bytes", "head_flops"):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for ranks, figures in other.sent.items():
-            self.add_sent(ranks, *figures)
+        for (ranks, pattern), figures in other.sent.items():
+            self.add_sent(ranks, *figures, pattern)
 
 
 @dataclass(slots=True)
@@ -192,6 +206,7 @@ class Trace(TorchDispatchMode):
             written = sum(tensor.nbytes for tensor in made)
             read = written if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
             self.counted.kernel_bytes += written + read
+        self.counted.kernels += not (func.is_view or func._overloadpacket in _NO_KERNEL)
         if self._label == HEAD:
             self.counted.head_flops += self.counted.matmul_flops - before
         self._record(inputs, made)
@@ -249,7 +264,11 @@ def _count_flops(
     if operator in _MATMULS:  # 2 m n k for each product of the batch; the factors are the last two of ``args``
         counted.matmul_flops += 2.0 * math.prod(out.shape) * tensors_in(args)[-2].shape[-1]
     elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
-        counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
+        rows_last = inputs[1].ndim == 2
+        rows, width = inputs[0].shape[:: -1 if rows_last else 1]
+        experts = inputs[2].numel() if rows_last else len(inputs[1])
+        padded = experts * -(-rows // (experts * _TILE_ROWS)) * _TILE_ROWS  # even routing
+        counted.grouped_flops += 2.0 * padded * width * inputs[1].shape[-1]
     elif operator in _ATTENTION:
         products, place, boundaries, mask = _ATTENTION[operator]
         query, key = inputs[place : place + 2]
@@ -281,12 +300,12 @@ def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
         return
     if name not in _SENT:
         raise NotImplementedError(f"planning: unknown collective c10d.{name}; add the bytes that it sends to _SENT")
-    argument, factor = _SENT[name]
+    argument, factor, pattern = _SENT[name]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(args[argument : argument + 1]))
     sent = round(nbytes * factor(group.size()))
     asynchronous = any(argument.name == "async_op" for argument in func._schema.arguments)
     hidden = sent if asynchronous and not any(value is False for value in args) else 0
-    counted.add_sent(dist.get_process_group_ranks(group), sent, hidden=hidden)
+    counted.add_sent(dist.get_process_group_ranks(group), sent, hidden=hidden, pattern=pattern)
 
 
 def _group(value: Any) -> Any:
@@ -306,17 +325,17 @@ _NOT_ON_META = frozenset(
 _NOTHING_SENT = frozenset({"recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 
 
-# The argument whose size counts, and the multiple of its bytes that one rank sends, given the number of ranks.
-_SENT: dict[str, tuple[int, Callable[[int], float]]] = {
-    "send": (0, lambda ranks: 1.0),
-    "broadcast_": (0, lambda ranks: 1.0),
-    "allreduce_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
-    "allreduce_coalesced_": (0, lambda ranks: 2 * (ranks - 1) / ranks),
-    "allgather_": (1, lambda ranks: ranks - 1),
-    "_allgather_base_": (1, lambda ranks: ranks - 1),
-    "allgather_into_tensor_coalesced_": (1, lambda ranks: ranks - 1),
-    "reduce_scatter_": (0, lambda ranks: ranks - 1),
-    "_reduce_scatter_base_": (0, lambda ranks: ranks - 1),
-    "reduce_scatter_tensor_coalesced_": (0, lambda ranks: ranks - 1),
-    "alltoall_base_": (1, lambda ranks: (ranks - 1) / ranks),
+# The argument whose size counts, the multiple of its bytes that one rank sends, given the number of ranks, and the way.
+_SENT: dict[str, tuple[int, Callable[[int], float], Pattern]] = {
+    "send": (0, lambda ranks: 1.0, "message"),
+    "broadcast_": (0, lambda ranks: 1.0, "gather"),
+    "allreduce_": (0, lambda ranks: 2 * (ranks - 1) / ranks, "all_reduce"),
+    "allreduce_coalesced_": (0, lambda ranks: 2 * (ranks - 1) / ranks, "all_reduce"),
+    "allgather_": (1, lambda ranks: ranks - 1, "gather"),
+    "_allgather_base_": (1, lambda ranks: ranks - 1, "gather"),
+    "allgather_into_tensor_coalesced_": (1, lambda ranks: ranks - 1, "gather"),
+    "reduce_scatter_": (0, lambda ranks: ranks - 1, "gather"),
+    "_reduce_scatter_base_": (0, lambda ranks: ranks - 1, "gather"),
+    "reduce_scatter_tensor_coalesced_": (0, lambda ranks: ranks - 1, "gather"),
+    "alltoall_base_": (1, lambda ranks: (ranks - 1) / ranks, "all_to_all"),
 }

@@ -160,7 +160,9 @@ class _Rank:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         forwards, backwards = chunks - int(last), chunks - int(first)
-        return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
+        return tuple(
+            Traffic("pipeline", ranks, nbytes * times, times, pattern="message") for times in (forwards, backwards)
+        )
 
 
 def _count_memory(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> dict[str, int]:

@@ -107,6 +107,7 @@ def test_bytes_of_other_kernels() -> None:
             x @ torch.empty(4, 4, device=META)
     assert trace.counted.kernel_bytes == (3 + 2 + 2) * 160
     assert trace.counted.head_flops == 2 * 10 * 4 * 4
+    assert trace.counted.kernels == 5  # three of these, and two products
 
 
 @pytest.mark.parametrize(
@@ -141,8 +142,14 @@ def test_messages_by_group() -> None:
             operations = [dist.P2POp(dist.isend, x, 2, group), dist.P2POp(dist.irecv, x, 0, group)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-    hidden = 2 * 3 * 128
-    assert trace.counted.sent == {(0, 1, 2, 3): (128 * 2 * 3 // 4 + 4 * 3 * 128 + 128 + hidden, 8, hidden)}
+            dist.all_to_all_single(whole, torch.empty(128, device=META), group=group)
+    ranks, hidden = (0, 1, 2, 3), 2 * 3 * 128
+    assert trace.counted.sent == {
+        (ranks, "all_reduce"): (128 * 2 * 3 // 4, 1, 0),
+        (ranks, "gather"): (4 * 3 * 128 + hidden, 6, hidden),
+        (ranks, "message"): (128, 1, 0),
+        (ranks, "all_to_all"): (512 * 3 // 4, 1, 0),
+    }
 
 
 def test_resized_and_relabeled_storages_count_with_their_current_size() -> None:

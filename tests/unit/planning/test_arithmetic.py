@@ -12,13 +12,17 @@ import transformers
 from safetensors.numpy import save_file
 
 from slime_like.config import LoraConfig, RunConfig
+from slime_like.errors import ConfigError
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning import checks
+from slime_like.planning.generation import predict_generation, token_time
+from slime_like.planning.hardware import GIB, Hardware
+from slime_like.planning.lengths import Lengths, read_lengths
 from slime_like.planning.memory import host_memory, plan_engine, save_bytes, trainer_phases
-from slime_like.planning.planned_run import GIB, Hardware, PlannedRun
-from slime_like.planning.step_time import ALL_REDUCE_S, pass_seconds, predict_generation, predict_step
+from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.step_time import pass_seconds, predict_step
 from tests.parallel.tiny import save_checkpoint
 from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
@@ -45,8 +49,11 @@ EIGHT_LONG_SAMPLES: dict[str, Any] = {
 }
 # GiB of ``estimate`` without its tensors: a context, and NCCL's buffers of five groups.
 RESERVE = 1.5 + 5 * 0.4
+# Seconds of a collective of two ranks on one node and on two, without its bytes: NCCL's base and one hop.
+IN_NODE_S, ACROSS_S = 8.4e-6 + 3.4e-6, 8.4e-6 + 14e-6
 # Seconds of ``estimate`` on H100s: products, attention or the context's messages, and the tensor's messages.
-ONE_PASS_S = 4e12 / (790e12 * 0.8) + max(1e12 / (790e12 * 0.63), 1e9 / (50e9 * 0.8)) + 1e9 / (450e9 * 0.8)
+CONTEXT_S = 1e9 / (50e9 * 0.8) + 5 * ACROSS_S
+ONE_PASS_S = 4e12 / (790e12 * 0.8) + max(1e12 / (790e12 * 0.63), CONTEXT_S) + 1e9 / (450e9 * 0.8) + 5 * IN_NODE_S
 
 
 def config(**sections: Any) -> RunConfig:
@@ -112,8 +119,8 @@ def test_an_engine_of_qwen3_next_keeps_states(tmp_path: Path) -> None:
     length = run.config.max_model_len
     assert engine.longest_sequences == engine.kv_bytes // (length * 12 * 2 * 256 * 2 + states) > 500
     found, without = (predict_generation(run, each) for each in (engine, replace(engine, state_tokens=0)))
-    moved = found.sequences / found.waves * 2 * states  # read and written
-    assert found.cache - without.cache == pytest.approx(moved / (4800e9 * 0.6), rel=1e-3)
+    moved = found.at_once * 2 * states  # read and written
+    assert found.token.cache - without.token.cache == pytest.approx(moved / (4800e9 * 0.6), rel=1e-3)
 
 
 def test_engines_with_8_bit_matrices() -> None:
@@ -140,18 +147,18 @@ def test_an_engine_of_deepseek_v3_on_two_nodes(tmp_path: Path) -> None:
     assert engine.gpus == 16 and 1.34e12 < run.weight_bytes < 1.345e12
     assert engine.weight_bytes == pytest.approx((outer + (run.weight_bytes - 2 * outer) * 31 / 61) / 8, abs=1)
     assert engine.kv_bytes_per_token == pytest.approx(31 * 576 * 2, abs=1) and engine.kv_tokens > 500_000
-    found = predict_generation(run, replace(engine, at_once=64))
-    assert found.weights == pytest.approx(2 * engine.weight_bytes / (4800e9 * 0.6) * _read(run, 32))
-    hidden, stages = 32 * 7168 * 2, 32 * 7168 * 2 / (50e9 * 0.8) + ALL_REDUCE_S
-    assert found.messages == pytest.approx(stages + 2 * 61 * (ALL_REDUCE_S + 2 * 7 / 8 * hidden / (450e9 * 0.8)))
+    found = token_time(run, engine, 64, 0)
+    # A token leaves 248 of 256 experts out; 32 tokens leave out 0.969^32 of them.
+    per_token = run.dimensions.num_parameters - run.dimensions.active_parameters
+    read = 1 - per_token / (248 / 256) / run.dimensions.num_parameters * (248 / 256) ** 32
+    assert found.weights == pytest.approx(2 * engine.weight_bytes / (4800e9 * 0.6) * read) and 0.6 < read < 0.7
+    hidden, stages = 32 * 7168 * 2, 32 * 7168 * 2 / (50e9 * 0.8) + 20e-6
+    assert found.messages == pytest.approx(stages + 2 * 61 * (20e-6 + 2 * 7 / 8 * hidden / (450e9 * 0.8)))
     wide = planned_run(**sections, rollout=rollout | {"tensor": 16, "pipeline": 1})
     assert plan_engine(wide).weight_bytes == wide.weight_bytes // 16
-    across = predict_generation(wide, replace(plan_engine(wide), at_once=64)).messages
-    assert across == pytest.approx(2 * 61 * (2 * ALL_REDUCE_S + 2 * 15 / 16 * 2 * hidden / (50e9 * 0.8)))
-
-
-def _read(run: PlannedRun, sequences: int) -> float:
-    return min(1.0, sequences * run.dimensions.active_parameters / run.dimensions.num_parameters)
+    # A ring through both nodes has eight network cards, which are slower than NVLink together.
+    across = token_time(wide, plan_engine(wide), 64, 0).messages
+    assert across == pytest.approx(2 * 61 * (2 * 20e-6 + 2 * 15 / 16 * 2 * hidden / (8 * 50e9 * 0.8)))
 
 
 def test_activations_and_optimizer_temporaries_share_memory() -> None:
@@ -254,9 +261,58 @@ def test_step_of_known_size() -> None:
     run = planned_run(**EIGHT_LONG_SAMPLES, trainer={"parallel": {"pipeline": 2}})
     assert (run.workload.samples, run.workload.micro_batches, run.workload.filled) == (8, 4, 1.0)
     step = predict_step(run, [estimate()], None, None)
-    update = 1e9 / (50e9 * 0.8) + (12 + 8) * GIB / (3350e9 * 0.6)
+    update = 1e9 / (50e9 * 0.8) + ACROSS_S + (12 + 8) * GIB / (3350e9 * 0.6)
     assert step.training == pytest.approx(5 * ONE_PASS_S + update)
     assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
+    # The update's message overlaps with a pass.
+    trainer = {"parallel": {"pipeline": 2}, "optimizer": {"overlap": True}}
+    overlapped = predict_step(planned_run(**EIGHT_LONG_SAMPLES, trainer=trainer), [estimate()], None, None)
+    assert step.training - overlapped.training == pytest.approx(1e9 / (50e9 * 0.8) + ACROSS_S)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pattern", "expected"),
+    [
+        (range(8), "gather", 1e9 / 450e9),
+        (range(16), "gather", 1e9 / (8 * 50e9)),  # a ring through eight cards
+        (range(0, 64, 4), "all_reduce", 1e9 / (2 * 50e9)),  # two ranks per node
+        ((0, 8), "gather", 1e9 / 50e9),
+        (range(64), "gather", 1e9 / (8 * 50e9)),  # cards are slower than NVLink
+        (range(16), "all_to_all", 1e9 * (8 / 15) / 50e9),  # eight of 15 peers are on the other node
+        ((7, 8), "message", 1e9 / 50e9),
+        ((6, 7), "message", 1e9 / 450e9),
+    ],
+)
+def test_a_group_uses_a_network_card_per_rank_of_a_node(ranks: Any, pattern: Any, expected: float) -> None:
+    hardware = Hardware.of(config().cluster)
+    assert hardware.link_seconds(1e9, ranks, pattern, calls=0) == pytest.approx(expected / 0.8)
+
+
+def test_latency_of_collectives() -> None:
+    """NCCL's rings have as many hops as ranks less one, twice for all-reduces; hops between nodes take longer."""
+    hardware = Hardware.of(config().cluster)
+    assert hardware.link_seconds(0, range(8), "gather", 3) == pytest.approx(3 * (8.4e-6 + 7 * 3.4e-6))
+    assert hardware.link_seconds(0, range(16), "all_reduce") == pytest.approx(8.4e-6 + 26 * 3.4e-6 + 4 * 14e-6)
+    assert hardware.link_seconds(0, range(16), "all_to_all") == pytest.approx(8.4e-6 + 14e-6)
+
+
+def test_kernels_of_a_pass_wait_for_the_host() -> None:
+    run = planned_run(**EIGHT_LONG_SAMPLES)
+    for kernels, expected in ((10, ONE_PASS_S), (10**6, 4.0)):  # 4 microseconds each
+        work = replace(estimate().training, kernels=kernels)
+        assert pass_seconds(run, replace(estimate(), training=work), work) == pytest.approx(expected)
+    grouped = replace(estimate().training, grouped_flops=1e12)
+    found = pass_seconds(run, estimate(), grouped)
+    assert found == pytest.approx(ONE_PASS_S + 1e12 / (790e12 * 0.7))
+
+
+def test_weights_of_fsdp_arrive_during_the_pass() -> None:
+    run = planned_run(**EIGHT_LONG_SAMPLES, trainer={"backend": "fsdp"})
+    computing = 4e12 / (790e12 * 0.8) + max(1e12 / (790e12 * 0.63), CONTEXT_S)
+    for nbytes, expected in ((10**6, computing), (10**11, 1e11 / (450e9 * 0.8) + IN_NODE_S)):
+        context = estimate().training.traffic[1]
+        work = replace(estimate().training, traffic=(context, Traffic("data", (0, 7), nbytes, 1)))
+        assert pass_seconds(run, estimate(), work) == pytest.approx(expected)
 
 
 def test_an_unmeasured_ceiling_is_assumed() -> None:
@@ -271,10 +327,10 @@ def test_collectives_overlap_with_products_of_layers() -> None:
     run = planned_run(**EIGHT_LONG_SAMPLES)
     rate, link, kernels = 790e12 * 0.8, 450e9 * 0.8, 7e9 * 0.5 / (3350e9 * 0.6)
     attention = 1e12 / (790e12 * 0.63)
-    for hidden, covered in ((10**9, 4e12 / rate), (9 * 10**9, 9e9 / link)):
+    for hidden, covered, visible in ((10**9, 4e12 / rate, 0.9), (9 * 10**9, 9e9 / link, 1.0)):
         sent = Traffic("tensor", (0, 7), 10 * 10**9, 5, hidden_bytes=hidden)
         forward = Work(5e12, 1e12, (sent,), kernel_bytes=7e9, head_flops=1e12)
-        expected = covered + 1e12 / rate + attention + kernels + (10e9 - hidden) / link
+        expected = covered + 1e12 / rate + attention + kernels + (10e9 - hidden) / link + 5 * IN_NODE_S * visible
         assert pass_seconds(run, replace(estimate(), forward=forward), forward) == pytest.approx(expected)
 
 
@@ -283,10 +339,10 @@ def test_more_memory_bandwidth_means_faster_decoding() -> None:
     for gpu in ("h100-80gb", "h200-141gb"):
         run = planned_run(rollout={"tensor": 4}, cluster={"gpu": gpu})
         found = predict_generation(run, replace(plan_engine(run), at_once=8))
-        seconds.append(found.weights + found.cache)
+        seconds.append(found.token.weights + found.token.cache)
         # Each of 64 layers has two all-reduces: 20 us, and 3/4 of twice 8 hidden states of 5,120 numbers.
-        assert found.messages == pytest.approx(128 * (20e-6 + 2 * 3 / 4 * 8 * 5120 * 2 / (450e9 * 0.8)))
-        assert found.seconds > found.waves * found.tokens * (seconds[-1] + found.messages)
+        assert found.token.messages == pytest.approx(128 * (20e-6 + 2 * 3 / 4 * 8 * 5120 * 2 / (450e9 * 0.8)))
+        assert found.token.seconds == pytest.approx(seconds[-1] + found.token.messages + 1e-3)
     assert seconds[0] / seconds[1] == pytest.approx(4800 / 3350, rel=0.01)
 
 
@@ -323,6 +379,68 @@ def test_colocated_state_moves_at_the_link_s_rate(name: str, copies: int) -> Non
     engine = plan_engine(run)
     moving = predict_step(run, [estimate()], engine, "gloo").moving
     assert moving == pytest.approx(2 * (4 * GIB + 6 * GIB + copies * engine.weight_bytes) / (50e9 * 0.8))
+
+
+def _sampled(lengths: Lengths, at_once: int = 64, **rollout: Any) -> tuple[PlannedRun, Any]:
+    """Plan the sampling of 64 sequences on one engine, in tokens of constant time."""
+    sections = {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 8192, "tensor": 8} | rollout
+    correction = {"importance": {"correction": "truncate"}} if "max_staleness" in rollout else {}
+    run = PlannedRun.of(config(rollout=sections, algorithm=correction), 1, lengths)
+    return run, predict_generation(run, replace(plan_engine(run), at_once=at_once, kv_bytes_per_token=0))
+
+
+def test_the_longest_response_decides() -> None:
+    """63 responses of 100 tokens share 100 steps; the last one of 8,000 tokens decodes the other 7,900 by itself."""
+    run, found = _sampled(Lengths.of([100] * 63 + [8000]))
+    engine = plan_engine(run)
+    full, single = (token_time(run, replace(engine, kv_bytes_per_token=0), n, 0).seconds for n in (64, 1))
+    assert found.longest == 8000
+    assert found.seconds - found.prefill == pytest.approx(100 * full + 7900 * single)
+    assert found.tail == pytest.approx(7900 * single)
+    # With staleness, others fill the batch: 64 responses of 223.4 tokens on average; only the longest may delay a step.
+    _, stale = _sampled(Lengths.of([100] * 63 + [8000]), max_staleness=1)
+    assert stale.seconds - stale.prefill == pytest.approx(max(14_300 / 64, 8000 / 2) * full) and stale.tail == 0
+    # Of 128 started responses, the first 64 that are finished suffice.
+    _, more = _sampled(Lengths.of([100] * 63 + [8000]), at_once=128, oversample=2.0)
+    assert more.seconds - more.prefill == pytest.approx(100 * more.token.seconds) and more.sequences == 128
+
+
+def test_fewer_slots_than_sequences_are_refilled() -> None:
+    """Two slots decode responses of 10 and 20 tokens, each of them 8 times: 240 tokens in 120 steps of a full batch."""
+    run = PlannedRun.of(
+        config(rollout={"prompts_per_step": 2, "samples_per_prompt": 8, "tensor": 8}), 1, Lengths.of([10, 20])
+    )
+    engine = replace(plan_engine(run), at_once=2, kv_bytes_per_token=0)
+    found, token = predict_generation(run, engine), token_time(run, engine, 2, 0).seconds
+    assert 120 * token <= found.seconds - found.prefill <= 130 * token
+
+
+def test_lengths_of_a_cut_exponential_distribution() -> None:
+    """Its mean and second moment equal those of drawn samples, and its quantiles those of the exponential one."""
+    lengths = Lengths(1000, 4096)
+    scale = next(s for s in np.arange(1000, 1200, 0.1) if s * (1 - math.exp(-4096 / s)) >= 1000)
+    drawn = np.minimum(4096, np.random.default_rng(0).exponential(scale, 2_000_000))
+    assert drawn.mean() == pytest.approx(1000, rel=0.005) and (drawn**2).mean() == pytest.approx(
+        lengths.square, rel=0.01
+    )
+    assert lengths.spread(2)[0] == pytest.approx(-scale * math.log(0.75), rel=1e-3) and lengths.spread(2048)[-1] == 4096
+    assert Lengths(4096, 4096).spread(3) == [4096] * 3 and Lengths(4096, 4096).square == 4096**2
+    assert Lengths.of([3, 1, 2]).spread(3) == [1, 2, 3] and Lengths.of([3, 1, 2]).square == pytest.approx(14 / 3)
+
+
+def test_lengths_are_read_from_a_file_or_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("7\n3\n20\n")
+    assert read_lengths(file) == Lengths(10, 20, (3, 7, 20))
+    names = "train_actor_training/response_lengths", "rollout/response_length_max"
+    rows = [{"step": step, names[0]: mean, names[1]: most} for step, mean, most in ((1, 100, 900), (2, 300, 700))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_lengths(tmp_path) == Lengths(200, 900)
+    for text in ("", "3\n0\n", "3\nx\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as raised:
+            read_lengths(file)
+        assert raised.value.code == "lengths-unreadable"
 
 
 @pytest.mark.parametrize(
