@@ -37,8 +37,8 @@ def train(config: RunConfig) -> TrainSummary:
         SlimeLikeError: anything a user can act on, in one sentence; all processes have ended.
     """
     started = time.monotonic()
-    if config.trainer.recompute == "auto":
-        config = load_option("recompute-planner")(config)
+    if config.trainer.is_planned:
+        config = load_option("memory-planner")(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
         recorder = StepRecorder(run)

@@ -64,8 +64,9 @@ class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
     reshard_after_forward: bool = Field(True, description="Free gathered weights after a layer's forward pass.")
-    accumulate: Literal["whole", "sharded"] = "whole"
-    """Each rank keeps float32 gradients of the whole model, or only its shard."""
+    accumulate: Literal["auto", "whole", "sharded"] = "auto"
+    """Each rank keeps float32 gradients of the whole model, or only its shard, which are summed in every micro-batch.
+    auto: sharded if the whole ones do not fit."""
 
 
 class FusionConfig(Section):
@@ -164,6 +165,11 @@ class TrainerConfig(Section):
         ):
             if is_set:
                 yield f"{setting} is not supported by trainer.backend=fsdp; {remedy}"
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan of the run's memory chooses settings."""
+        return self.recompute == "auto" or (self.backend == FSDP and self.fsdp.accumulate == "auto")
 
     def recomputed_layers(self, layers: int) -> int:
         """Return how many of a stage's ``layers`` are recomputed. ``auto`` counts as none until it is replaced."""

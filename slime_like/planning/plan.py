@@ -22,12 +22,15 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.planning import checks, memory, step_time
+from slime_like.planning.generation import GenerationTime, predict_generation
 from slime_like.planning.planned_run import Note, PlannedRun, estimate_kinds, plannable_backend
-from slime_like.planning.search import choose_recompute
+from slime_like.planning.search import fill_memory
 from slime_like.system.gpus import local_gpus
 from slime_like.system.words import memory_text, traffic_text
 
 _CURE = "docs/tuning.md lists the settings that lower it, and slime-like plan --search the layouts that fit"
+
+_ACCUMULATE = "set trainer.fsdp.accumulate=sharded, or leave it at auto, so a rank keeps only its shard of gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Plan:
     references: list[KindPlan] = field(default_factory=list)
     engine: memory.EnginePlan | None = None
     engine_phase: memory.PhaseMemory | None = None
-    generation: step_time.GenerationTime | None = None
+    generation: GenerationTime | None = None
     host: memory.NodeMemory | None = None
     step: step_time.StepTime | None = None
     transport: str | None = None
@@ -85,13 +88,24 @@ class Plan:
             if not phase.fits:
                 needed, missing = memory_text(phase.total), memory_text(-phase.margin)
                 more = f"{missing} more than the GPU's {memory_text(phase.capacity)}"
-                yield f"GPU memory, {phase.place}: {needed} are needed, {more}; {_largest(phase.items)}; {_CURE}"
+                cure = _ACCUMULATE if self._sharding_helps(phase) else _CURE
+                yield f"GPU memory, {phase.place}: {needed} are needed, {more}; {_largest(phase.items)}; {cure}"
         if self.engine is not None and self.engine.longest_sequences < 1:
             holds = f"an engine's KV cache holds {self.engine.kv_tokens:,} tokens, less than one sequence"
             yield f"rollout.max_model_len={config.max_model_len}: {holds}; {_CURE}"
         if self.host is not None and not self.host.fits:
             needed = f"a node needs {memory_text(self.host.total)} of host memory; {_largest(self.host.items)}"
             yield f"cluster.host_memory_gib={config.cluster.host_memory_gib:g}: {needed}; {_CURE}"
+
+    def _sharding_helps(self, phase: memory.PhaseMemory) -> bool:
+        """Return whether the phase would fit if FSDP's ranks kept only their shard of gradients."""
+        trainer = self.run.config.trainer
+        whole = phase.items.get("gradients", 0) if phase.phase == memory.TRAINING else 0
+        return (
+            trainer.backend == FSDP
+            and trainer.fsdp.accumulate == "whole"
+            and whole * (1 - 1 / trainer.parallel.world_size) > -phase.margin
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""
@@ -127,7 +141,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         ConfigError: the backend is unknown or cannot be planned.
     """
     started, backend = time.monotonic(), plannable_backend(run.config.trainer.backend)
-    config = choose_recompute(run.config)
+    config = fill_memory(run.config)
     dimensions, needs = count_parameters(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
     needed = gpus_needed(config)
@@ -206,7 +220,7 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
     run, config = plan.run, plan.run.config
     if config.starts_engines:
         plan.engine = memory.plan_engine(run)
-        plan.generation = step_time.predict_generation(run, plan.engine)
+        plan.generation = predict_generation(run, plan.engine)
         plan.engine_phase = None if run.colocated else memory.engine_phase(run, plan.engine)
         try:
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)

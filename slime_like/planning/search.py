@@ -17,8 +17,9 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.checks import placement_problems
+from slime_like.planning.hardware import CONTEXT_BYTES
 from slime_like.planning.memory import ACTIVATIONS, TRAINING, PhaseMemory, host_memory, plan_engine, trainer_phases
-from slime_like.planning.planned_run import CONTEXT_BYTES, Note, PlannedRun, Workload, estimate_kinds, plannable_backend
+from slime_like.planning.planned_run import Note, PlannedRun, Workload, estimate_kinds, plannable_backend
 from slime_like.planning.step_time import StepTime, predict_step
 
 ERROR = 0.1
@@ -27,6 +28,8 @@ ERROR = 0.1
 
 _FILLED = 0.9
 """Share of its token budget that the worst micro-batch fills at least."""
+_SMALL = 0.1
+"""Share of a GPU's memory that whole gradients may take without a plan."""
 _GROUPS, _TRACED = 16, 1.8
 """Guesses for the order of the search: groups of a rank, and traced activations relative to their lower bound."""
 
@@ -45,15 +48,41 @@ class Fitted:
     spare: float
 
 
-def choose_recompute(config: RunConfig) -> RunConfig:
-    """Replace ``trainer.recompute: auto`` by the fewest layers that fit ``cluster.gpu``, or by all if none do."""
-    if config.trainer.recompute != "auto":
+def fill_memory(config: RunConfig) -> RunConfig:
+    """Replace ``auto`` of settings that memory decides, for the memory of ``cluster.gpu``.
+
+    ``trainer.recompute`` becomes the fewest layers that fit, or all if none do. ``trainer.fsdp.accumulate`` becomes
+    ``whole`` if that fits, or else ``sharded``.
+    """
+    trainer = config.trainer
+    if not trainer.is_planned:
         return config
     run = PlannedRun.of(config)
-    if layout_problems(config.trainer.parallel, run.dimensions):
+    if layout_problems(trainer.parallel, run.dimensions):
         return config
-    fitted = fewest_recomputed(run, plannable_backend(config.trainer.backend))
-    return with_recompute(run, "full").config if fitted is None else fitted.run.config
+    if trainer.backend != FSDP or trainer.fsdp.accumulate != "auto":
+        return _choose_recompute(run)[0].config
+    # Nothing is traced for a small model.
+    whole, gradients = _with_fsdp(run, "whole"), 4 * (run.factors or run.dimensions.num_parameters)
+    if trainer.recompute != "auto" and gradients < _SMALL * run.hardware.memory_bytes:
+        return whole.config
+    found, fits = _choose_recompute(whole)
+    return found.config if fits else _choose_recompute(_with_fsdp(run, "sharded"))[0].config
+
+
+def _choose_recompute(run: PlannedRun) -> tuple[PlannedRun, bool]:
+    """Return the run with the fewest recomputed layers, or its own number of them, and whether training fits."""
+    backend, recompute = plannable_backend(run.config.trainer.backend), run.config.trainer.recompute
+    if recompute != "auto":
+        return run, _try_recompute(run, backend, recompute).spare >= 0
+    fitted = fewest_recomputed(run, backend)
+    return (with_recompute(run, "full"), False) if fitted is None else (fitted.run, True)
+
+
+def _with_fsdp(run: PlannedRun, accumulate: str) -> PlannedRun:
+    fsdp = run.config.trainer.fsdp.model_copy(update={"accumulate": accumulate})
+    trainer = run.config.trainer.model_copy(update={"fsdp": fsdp})
+    return replace(run, config=run.config.model_copy(update={"trainer": trainer}))
 
 
 def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted | None:
@@ -62,19 +91,19 @@ def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted 
     Memory is nearly linear in the number of layers, so each try interpolates between a number that is too small and one
     that fits.
     """
-    none = _try_layers(run, backend, 0)
+    none = _try_recompute(run, backend, "none")
     if none.spare >= 0:
         return none
     parallel, high = run.config.trainer.parallel, run.dimensions.num_layers
     if run.config.trainer.backend != FSDP:
         high = max(layers_per_stage(run.dimensions, parallel.pipeline * parallel.virtual_pipeline))
-    low, fails, fits = 0, none, _try_layers(run, backend, high)
+    low, fails, fits = 0, none, _try_recompute(run, backend, high)
     if fits.spare < 0:
         return None
     while high - low > 1:
         share = fails.spare / (fails.spare - fits.spare)
         number = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-        tried = _try_layers(run, backend, number)
+        tried = _try_recompute(run, backend, number)
         low, fails, high, fits = (low, fails, number, tried) if tried.spare >= 0 else (number, tried, high, fits)
     return fits
 
@@ -84,8 +113,8 @@ def with_recompute(run: PlannedRun, recompute: int | str) -> PlannedRun:
     return replace(run, config=run.config.model_copy(update={"trainer": trainer}))
 
 
-def _try_layers(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitted:
-    run = with_recompute(run, layers or "none")
+def _try_recompute(run: PlannedRun, backend: type[TrainerBackend], recompute: int | str) -> Fitted:
+    run = with_recompute(run, recompute)
     engine = plan_engine(run) if run.config.starts_engines else None
     found: list[tuple[RankKind, RankEstimate]] = []
     phases: list[PhaseMemory] = []
@@ -190,7 +219,7 @@ def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:
                         for tokens in {config.trainer.target_tokens_per_batch, config.longest_row}:
                             update = {"parallel": parallel, "target_tokens_per_batch": tokens}
                             changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
-                            workload = Workload.of(changed, run.workload.mean_prompt, run.workload.mean_response)
+                            workload = Workload.of(changed, run.workload.mean_prompt, run.workload.lengths)
                             yield replace(run, config=changed, workload=workload)
 
 
@@ -238,13 +267,13 @@ def _rough_time(run: PlannedRun) -> float:
     attention = hardware.attention_seconds(2 * forwards * workload.attention_length * heads * tokens)
     # Keys and values are exchanged in forward, and together with their gradients in backward.
     ring = range(0, layout.tensor * layout.context, layout.tensor)
-    context = hardware.link_seconds(4 * (layout.context - 1) * cached, ring)
+    context = hardware.link_seconds(4 * (layout.context - 1) * cached, ring, calls=0)
     # Each forward has four gathers and scatters, and backward has two that no product hides.
     sent = (4 * (forwards - 2) + 2) * (layout.tensor - 1) * hidden
-    messages = hardware.link_seconds(sent, range(layout.tensor))
+    messages = hardware.link_seconds(sent, range(layout.tensor), calls=0)
     # Tokens travel to their experts and back.
     routed = 2 * (forwards - 1) * (layout.expert - 1) / layout.expert * dimensions.moe_top_k * hidden
-    messages += hardware.link_seconds(routed, range(layout.expert))
+    messages += hardware.link_seconds(routed, range(layout.expert), "all_to_all", 0)
     slots = workload.micro_batches + layout.pipeline - 1
     return slots * dimensions.num_layers / layout.pipeline * (products + max(attention, context) + messages)
 

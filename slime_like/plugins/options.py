@@ -12,8 +12,8 @@ _ROLLOUT = "slime_like.orchestration.rollout"
 
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {
-        # trainer.recompute: auto
-        "recompute-planner": "slime_like.planning.search:choose_recompute",
+        # trainer.recompute: auto, trainer.fsdp.accumulate: auto
+        "memory-planner": "slime_like.planning.search:fill_memory",
         # rollout.agent, rollout.environment
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",

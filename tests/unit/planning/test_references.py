@@ -8,14 +8,23 @@ import pytest
 from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
 from slime_like.config.filling import fill, gpus_needed
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.planning import checks
+from slime_like.planning import checks, search
+from slime_like.planning.generation import predict_generation
+from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import NodeMemory, plan_engine, trainer_phases, worker_phase
 from slime_like.planning.plan import KindPlan, Plan
-from slime_like.planning.planned_run import GIB, Hardware
 from slime_like.planning.search import ERROR, fewest_recomputed, trainer_gpus
-from slime_like.planning.step_time import critic_seconds, predict_generation, predict_step, worker_seconds
+from slime_like.planning.step_time import critic_seconds, predict_step, worker_seconds
 from slime_like.planning.table import host_verdict, step_lines, verdict
-from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
+from tests.unit.planning.test_arithmetic import (
+    EIGHT_LONG_SAMPLES,
+    MODELS,
+    ONE_PASS_S,
+    RESERVE,
+    config,
+    estimate,
+    planned_run,
+)
 
 
 def test_their_gpus_are_counted() -> None:
@@ -124,6 +133,42 @@ def test_no_fewer_would_fit(memory_gib: float) -> None:
     assert len(planner.tried) <= 6
 
 
+class FsdpPlanner(Planner):
+    """Planner for which whole gradients take 20 GiB, and sharded ones 1 GiB."""
+
+    def estimate(self, config: RunConfig, rank: int, role: str) -> RankEstimate:
+        self.tried.append(0)
+        return estimate(window_gradient_bytes=(20 if config.trainer.fsdp.accumulate == "whole" else 1) * GIB)
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "chosen", "traced"),
+    [
+        ("Qwen3-32B", 80, "whole", 1),
+        ("Qwen3-32B", STATE_GIB + 21, "whole", 1),
+        ("Qwen3-32B", STATE_GIB + 19, "sharded", 2),
+        ("Qwen2.5-0.5B", 80, "whole", 0),  # two of 80 GiB need no plan
+        ("Qwen3-1.7B", STATE_GIB + 2, "sharded", 2),
+    ],
+)
+def test_fsdp_keeps_whole_gradients_if_they_fit(
+    model: str, memory_gib: float, chosen: str, traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = FsdpPlanner()
+    monkeypatch.setattr(search, "plannable_backend", lambda _: type("Backend", (), {"planner": lambda: planner}))
+    trainer, debug = {"backend": "fsdp", "parallel": {"data": 8}}, {"load_rollouts": "/tmp/rollouts"}
+    memory = {"gpu_memory_gib": memory_gib}
+    run = config(model={"path": MODELS / model}, trainer=trainer, debug=debug, cluster=memory)
+    assert search.fill_memory(run).trainer.fsdp.accumulate == chosen and len(planner.tried) == traced
+    # A given value stays, and what does not fit names the setting.
+    given = config(trainer=trainer | {"fsdp": {"accumulate": "whole"}}, debug=debug, cluster=memory)
+    assert search.fill_memory(given) is given
+    kind, one = RankKind("all ranks", (0,)), estimate(window_gradient_bytes=20 * GIB)
+    planned = replace(RUN, config=given, hardware=Hardware.of(given.cluster))
+    plan = Plan(planned, 1, 8, [KindPlan(kind, one, tuple(trainer_phases(planned, None, kind, one)))])
+    assert plan.fits or all("trainer.fsdp.accumulate=sharded" in problem for problem in plan.misfits())
+
+
 # 1,024 sequences of 17,408 tokens on 32 shared GPUs of 79.1 GiB, as in configs/qwen3_32b.yaml.
 ROLLOUT: dict[str, Any] = {"prompts_per_step": 128, "samples_per_prompt": 8, "max_new_tokens": 16384}
 ENGINES: dict[str, Any] = {"num_engines": 8, "tensor": 4, "engine_args": {"gpu_memory_utilization": 0.8}}
@@ -160,21 +205,24 @@ def test_verdicts_and_throughput_follow_from_the_figures(plan: Plan) -> None:
     plan.problems = ["one", "two"]
     assert verdict(plan).startswith("cannot start: 2 problems. GPU memory suffices")
     assert plan.step is not None
-    first, second, _ = step_lines(plan)
+    first, second, *_ = step_lines(plan)
     assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
     assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
     plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
     assert "tokens/s" not in next(step_lines(plan))
 
 
-def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
+def test_batches_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
     """0.8 x 79.1 - 15.26 - 3.8 GiB hold 41 sequences at 64 KiB a token; each engine has 128."""
     found = plan.generation
     assert found is not None
     kv_tokens = (0.8 * 79.1 - 32_762_123_264 * 2 / 4 / GIB - 3.8) * GIB / (64 * 1024)
-    assert (found.sequences, found.at_once, found.waves) == (128, int(kv_tokens / 17_408), 4)
-    # A wave has 32 sequences on average, each with a prompt and half of a response in the cache.
-    assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
-    assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
-    *_, cause = step_lines(plan)
-    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
+    assert (found.sequences, found.at_once) == (128, int(kv_tokens / 17_408))
+    # Each sequence of a batch has a prompt and half of a response in the cache.
+    assert found.token.cache == pytest.approx(41 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
+    # Three full batches, and one of five sequences.
+    rest = found.seconds - found.prefill - 3 * 16_384 * found.token.seconds
+    assert rest == pytest.approx(found.tail) and 16_384 * 0.013 < rest < 16_384 * found.token.seconds
+    *_, cause, tail = step_lines(plan)
+    assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause
+    assert f"longest response has 16,384 tokens: for {found.tail / found.seconds:.0%} of generation" in tail
