@@ -93,7 +93,7 @@ def _compare(row: dict[str, Any], model: Path) -> Compared:
 
 def _runs(row: dict[str, Any], model: Path) -> Iterator[PlannedRun]:
     """Yield the row's run with every given size of micro-batches."""
-    ours, length = row["ours"], row.get("length", row.get("max_length"))
+    ours, length = row["ours"], row["length" if "length" in row else "max_length"]
     for batch in ours.get("batch", [1]):
         trainer = {
             "backend": ours["backend"],

@@ -245,6 +245,11 @@ class EngineBase(EngineHooks[Running]):
             process_ids=self._own_process_ids(),
         )
 
+    async def profile(self, path: str | None, memory: bool) -> None:
+        """Start to trace every rank, or, with a ``path``, write each rank's trace to a file that begins with it."""
+        self._alive()
+        await self._bounded("profile", self._receive("weight_update:profile", path, memory))
+
     async def sleep(self, keep_weights: bool = True) -> None:
         """End running requests and release the device's memory. On a CPU, only the state changes."""
         self._alive()

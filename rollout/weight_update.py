@@ -19,6 +19,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.process import code_of, one_line
 from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry, UpdateReceipt
 from slime_like.interfaces.weights import MODEL
+from slime_like.system.profiler import profile_process
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
@@ -268,6 +269,12 @@ def function_of(rank: Any, name: str) -> Callable[..., Any]:
     if not module:
         return cast("Callable[..., Any]", getattr(rank.receiver, name))
     return partial(getattr(import_module(f"rollout.{module}"), function), rank)
+
+
+def profile(_: object, path: str | None, memory: bool) -> None:
+    """Start to trace this rank's process, or write its trace to ``path`` and the rank's number."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    profile_process(path and f"{path}-rank-{rank}", memory)
 
 
 def results(answers: Sequence[RankAnswer]) -> list[Any]:

@@ -48,10 +48,11 @@ def train(config: RunConfig) -> TrainSummary:
         milestones.before_first()
         clock = PhaseClock()
         for step in range(run.finished_steps + 1, config.steps + 1):
-            trained = train_step(run, step, clock)
-            with clock.phase("sync"), run.progress.waiting("syncing weights"):
-                run.reference.refresh(step)
-                run.source.sync(version=step)
+            with run.profiling(step):
+                trained = train_step(run, step, clock)
+                with clock.phase("sync"), run.progress.waiting("syncing weights"):
+                    run.reference.refresh(step)
+                    run.source.sync(version=step)
             run.source.advance(step, trained.trajectories)
             recorder.record(step, trained, clock.finish())
             milestones.after(step)

@@ -48,6 +48,7 @@ class RunConfig(Section):
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     logging: sections.LoggingConfig = sections.LoggingConfig()
     debug: sections.DebugConfig = sections.DebugConfig()
+    profile: sections.ProfileConfig = sections.ProfileConfig()
     cluster: sections.ClusterConfig = sections.ClusterConfig()
 
     @model_validator(mode="before")
@@ -195,6 +196,8 @@ class RunConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from until_invalid(self._trainer_conflicts)
+        engines = self.rollout.num_engines if self.starts_engines else 0
+        yield from self.profile.conflicts_of_run(self.steps, self.trainer.parallel.world_size, engines)
         if self.algorithm.needs_critic:
             yield from until_invalid(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:

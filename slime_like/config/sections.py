@@ -289,6 +289,25 @@ class DebugConfig(Section):
             yield "shuffle_advantages=true does not apply to debug.load_rollouts; sample again, or set it to false"
 
 
+class ProfileConfig(Section):
+    """Traces of some steps by torch's profiler, in run_dir/profiles, for Perfetto."""
+
+    steps: tuple[int, ...] = Field((), description="Steps to trace.")
+    ranks: tuple[int, ...] = Field((0,), description="Trainer ranks.")
+    engines: tuple[int, ...] = Field((0,), description="Engines.")
+    memory: bool = Field(False, description="Also allocations; on a GPU a snapshot for pytorch.org/memory_viz.")
+
+    def conflicts_of_run(self, steps: int, ranks: int, engines: int) -> Iterator[str]:
+        """Yield conflicts with the numbers of steps, of trainer ranks, and of engines; 0: the run has no engines."""
+        for name, numbers, least, most in (
+            ("steps", self.steps, 1, steps),
+            ("ranks", self.ranks, 0, ranks - 1),
+            ("engines", self.engines if engines else (), 0, engines - 1),
+        ):
+            if self.steps and (wrong := [number for number in numbers if not least <= number <= most]):
+                yield f"profile.{name}={wrong} do not exist; use {least} to {most}"
+
+
 GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -252,6 +252,26 @@ class ModelDimensions:
     def rotary_dim(self) -> int:
         """Number of elements with rotary embedding in a query or key head."""
         return self.attention.rotary_size(self)
+
+    def training_flops(self, lengths: Iterable[int], lora: bool = False) -> float:
+        """Count the FLOPs of forward and backward on causal sequences of these lengths, without recomputation.
+
+        An element of a matrix takes 6 per token (Narayanan et al., arXiv:2104.04473, appendix), or 4 without
+        a gradient of its own. Softmax attention takes 6 for every seen pair, head and element of a query or value.
+        Recurrences of linear attention do not count.
+
+        Args:
+            lengths: tokens of every sequence.
+            lora: only low-rank factors are trained; their own FLOPs do not count.
+        """
+        windows = self.attention.windows or (None,) * self.attention_layers
+        elements = self.num_heads * (self.head_dim + self.value_dim)
+        total = 0.0
+        for length in lengths:
+            near = [length if window is None else min(window, length) for window in windows]
+            pairs = sum(width * length - width * (width - 1) / 2 for width in near)
+            total += (4 if lora else 6) * self.active_parameters * length + 6 * pairs * elements
+        return total
 
     @property
     def value_dim(self) -> int:

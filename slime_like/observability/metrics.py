@@ -17,7 +17,7 @@ from slime_like.config import LoggingConfig
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.system.disk import refusal
 
-METRICS_FILE, REPORT_FILE = "metrics.jsonl", "report.html"
+METRICS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "report.html", "profiles"
 WANDB_ID = "wandb_id"
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from slime_like.config import ClusterConfig
-from slime_like.config.sections import GpuName
 from slime_like.interfaces.estimate import Pattern
+from slime_like.system.gpus import GPUS, Gpu
 
 GIB = 2**30
 
@@ -16,38 +16,6 @@ CONTEXT_BYTES = 3 * GIB // 2
 COMMUNICATOR_BYTES = 2 * GIB // 5
 """NCCL's buffers for one group of ranks. Ranks of tensor 2, pipeline 2, data 2, expert 2 are in 16 groups. Including
 their context, such ranks have been reported to take 7 to 10 GB (verl issue 6266)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One kind of GPU.
-
-    Attributes:
-        memory_gib: total memory as CUDA reports it.
-        tflops: dense bfloat16 rate, in 1e12 per second.
-        nvlink_gb_per_s: bandwidth to the other GPUs of the node, in one direction.
-        measured_tflops: highest rate measured for large bfloat16 matrix products; ``None``: never measured.
-    """
-
-    memory_gib: float
-    tflops: float
-    memory_gb_per_s: float
-    nvlink_gb_per_s: float
-    measured_tflops: float | None = None
-
-    @property
-    def ceiling_tflops(self) -> float:
-        """The measured rate, or the fraction of the data sheet's rate that an H100 reaches."""
-        return self.measured_tflops or 0.8 * self.tflops
-
-
-# SXM modules, from NVIDIA's data sheets. Sparse rates and NVLink's two directions are halved.
-GPUS: dict[GpuName, Gpu] = {
-    "a100-80gb": Gpu(79.1, 312, 2039, 300),
-    "h100-80gb": Gpu(79.1, 989, 3350, 450, 790),
-    "h200-141gb": Gpu(139.8, 989, 4800, 450, 790),
-    "b200": Gpu(178.3, 2250, 7700, 900),
-}
 
 
 @dataclass(frozen=True, slots=True)

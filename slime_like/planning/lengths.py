@@ -9,7 +9,7 @@ from typing import Self
 from slime_like.errors import ConfigError
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 
-_MEAN, _LONGEST = "train_actor_training/response_lengths", "rollout/response_length_max"
+_MEAN, _LONGEST = "rollout/response_length_mean", "rollout/response_length_max"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """`slime-like train` for a few steps on the real components."""
 
+import gzip
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slime_like.config.reading.load import load_config
 from slime_like.data.dump import load_trajectories
 from slime_like.examples.tiny_model import VOCAB_SIZE, make_tiny_model
+from slime_like.observability.report.data import read_run
 from tests.conftest import Tiny
 from tests.support.processes import succeed
 from tests.support.shared_cluster import train_together
@@ -43,6 +45,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1", "--logging.tensorboard", "true"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
+    flags += ["--profile.steps", "[2]"]
     flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
     each = [
         tiny.rl_flags(root / engine, "--rollout.engine", engine, *flags, *cut.split())
@@ -85,6 +88,22 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, runs: Path, engine:
     for row, question in zip(held_out, asked * 2, strict=True):
         assert question["prompt"] in row["Prompt"] and row["Answer"] == question["answer"]
         assert row["Success"] == row["Response"].removesuffix("<eos>").endswith(question["answer"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_profiled_step_has_a_trace_of_each_process(runs: Path, engine: str) -> None:
+    """Traces are JSON in Chrome's format, which Perfetto reads. Ranks' phases are named."""
+    found = sorted((runs / engine / "profiles" / "step-2").glob("*.json.gz"))
+    assert [path.name for path in found] == ["engine-0-rank-0.json.gz", "rank-0.json.gz"]
+    assert not (runs / engine / "profiles" / "step-1").exists()
+    names = []
+    for path in found:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X" and event["dur"] >= 0]
+        names.append({span["name"] for span in spans})
+        assert sum(span["name"].startswith("aten::") for span in spans) > 1000
+    assert {"begin_step", "accumulate", "finish_step", "score"} <= names[1] and "aten::mm" in names[1]
+    assert read_run(runs / engine).profiles == tuple(f"profiles/step-2/{path.name}" for path in found)
 
 
 def conversations(tiny: Tiny, path: Path) -> list[list[tuple[str, str]]]:

@@ -46,6 +46,7 @@ from slime_like.interfaces import (
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.options import load_option
 from slime_like.statistics import StepStats
+from slime_like.system.profiler import named_range
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -117,7 +118,7 @@ class TrainerBase(TrainerBackend):
     def _phase(self, name: str) -> Iterator[None]:
         """Enter the backend's runtime. A failed collective or kernel becomes an error that names rank and phase."""
         try:
-            with self.runtime:
+            with self.runtime, named_range(name):
                 yield
         except RuntimeError as error:
             alone = self.placement.world_size == 1

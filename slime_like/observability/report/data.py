@@ -48,6 +48,7 @@ class RunData:
     Attributes:
         config: the resolved configuration as plain values; empty if the directory has none.
         config_text: the same as text; ``None`` if the directory has none.
+        profiles: traces of profiled steps, relative to the directory.
         failure: the error that ended the run's last start; ``None`` if it is running, finished or was killed.
     """
 
@@ -57,6 +58,7 @@ class RunData:
     records: list[dict[str, Any]]
     tables: dict[str, StoredTable]
     failure: str | None
+    profiles: tuple[str, ...] = ()
 
     @property
     def trained_steps(self) -> int:
@@ -95,7 +97,9 @@ def read_run(run_dir: Path) -> RunData:
     config, config_text = (read_yaml(path), path.read_text(encoding="utf-8")) if path.is_file() else ({}, None)
     files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
     tables = [_read_table(path) for path in files]
-    return RunData(run_dir, config, config_text, records, {table.name: table for table in tables}, failure)
+    profiles = sorted(str(path.relative_to(run_dir)) for path in run_dir.glob(f"{metrics.PROFILES}/*/*.json.gz"))
+    named = {table.name: table for table in tables}
+    return RunData(run_dir, config, config_text, records, named, failure, tuple(profiles))
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
@@ -103,7 +107,11 @@ def summary(run: RunData) -> list[tuple[str, str]]:
     done, planned = run.trained_steps, run.config.get("steps")
     none = "" if done else f": no step {'was trained' if run.failure else 'has been trained yet'}"
     steps = (f"{done} of {planned}" if planned else str(done)) + none
+    profiles = (
+        f"{pluralize(len(run.profiles), 'trace')} in {metrics.PROFILES}, for ui.perfetto.dev" if run.profiles else ""
+    )
     entries = [*_setup(run.config), ("steps", steps), ("failed", run.failure or ""), *_results(run), *_speed(run)]
+    entries.append(("profiles", profiles))
     return [(label, text) for label, text in entries if text]
 
 

@@ -221,6 +221,14 @@ class EngineActor:
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         await self._engine.wake(parts)
 
+    async def profile(self, path: str | None, memory: bool) -> None:
+        """Start to trace the engine's ranks, or, with a ``path``, write their traces there."""
+        profile: Callable[..., Any] | None = getattr(self._engine, "profile", None)
+        if profile is None:
+            problem = f"rollout.engine={self._config.rollout.engine} has no method profile"
+            raise EngineError(problem, code="engine-not-profiled", remedy="set profile.engines to []")
+        await profile(path, memory)
+
     async def health(self) -> EngineHealth:
         return await self._engine.health()
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from slime_like.config import RunConfig
+from slime_like.config.sections import ProfileConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.observability.timing import ignore_answers
@@ -140,6 +142,13 @@ class Engines:
             except EngineError as error:
                 if not self.find_dead(error, [each]):
                     raise
+
+    def profile(self, settings: ProfileConfig, directory: Path | None) -> None:
+        """Start to trace the chosen engines, or, with a directory, write their traces there."""
+        for each in self.instances:
+            if each.index in settings.engines and each.death is None:
+                path = directory and str(directory / f"engine-{each.index}")
+                self.ask("profile", path, settings.memory, phase="profiling", instances=[each]).result()
 
     # ---------------------------------------------------------------------------------------- deaths and replacement
     @property

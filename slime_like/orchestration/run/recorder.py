@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability import names
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -20,6 +22,7 @@ from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.statistics import GRPOStats
+from slime_like.system.gpus import GPUS
 from slime_like.system.words import pluralize
 from slime_like.trajectory import ScoredTrajectory
 
@@ -42,6 +45,7 @@ class StepRecorder:
         self._trained_s = 0.0
         self._memory: dict[str, float] = {}
         self._flat_steps = 0
+        self._dimensions = ModelDimensions.from_checkpoint(run.config.model.path)
         self._failures = ScoringFailures()
         self._watches_programs = bool(run.config.rollout.agent.command)
 
@@ -68,6 +72,7 @@ class StepRecorder:
             **trained.penalties,
             **names.phase_metrics(times, trained.busy_s),
             **_token_metrics(rollouts, trained.tokens, step_s),
+            **self._trainer_speed(trained, times["train"] if trained.busy_s is None else trained.busy_s),
             **{f"{names.PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
             **figures.metrics,
             **(self.sampled(step, rollouts, times, figures.failed) if is_sampled else {}),
@@ -81,6 +86,10 @@ class StepRecorder:
         if run.source.has_rewards:
             self._show_samples(step, trained, figures.failed)
             self._warn_of_flat_rewards(step, trained.trajectories)
+
+    def _trainer_speed(self, trained: TrainedStep, seconds: float) -> dict[str, float]:
+        lengths = [row.total_len for row in trained.trajectories]
+        return trainer_speed(self._run.config, self._dimensions, lengths, seconds, "peak_gpu (GiB)" in self._memory)
 
     def note(self, *sentences: str | None) -> None:
         """Print all sentences that are not empty."""
@@ -202,6 +211,25 @@ def _rewards(rollouts: Rollouts, functions: Sequence[RewardFunction]) -> tuple[n
     rewards = torch.stack([rollout.last.rewards for rollout in rollouts]).double().numpy()
     successes = torch.stack([rollout.last.successes for rollout in rollouts]).double().numpy()
     return rewards, successes, rewards @ np.asarray([function.weight for function in functions], np.float64)
+
+
+def trainer_speed(
+    config: RunConfig, dimensions: ModelDimensions, lengths: Sequence[int], seconds: float, on_gpus: bool
+) -> dict[str, float]:
+    """Return tokens and FLOPs per second and trainer rank, and on GPUs the share of their data sheet's rate.
+
+    Args:
+        lengths: tokens of every row of the step.
+        seconds: duration of all its optimizer steps. Recomputation takes time, but adds no FLOPs.
+    """
+    rank_s = seconds * config.trainer.parallel.world_size / config.algorithm.epochs
+    if not rank_s:
+        return {}
+    tflops = dimensions.training_flops(lengths, config.model.lora.is_set) / rank_s / 1e12
+    speed = {"trained_tokens_per_second_per_rank": sum(lengths) / rank_s, "tflops_per_rank": tflops}
+    if on_gpus:
+        speed["mfu (%)"] = 100 * tflops / GPUS[config.cluster.gpu].tflops
+    return {f"{names.PERFORMANCE}/{name}": value for name, value in speed.items()}
 
 
 def _token_metrics(rollouts: Rollouts, tokens: PackTokens, step_s: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A run, and the sources of its trajectories: engines, demonstrations, or rollouts of an earlier run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
-from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.metrics import PROFILES, MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
@@ -26,6 +26,7 @@ from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.run.reference import Reference
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
@@ -93,6 +94,9 @@ class Source:
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
         """Measure held-out accuracy under the current weights. Return ``None`` without an evaluation file."""
         return None
+
+    def profile(self, directory: Path | None) -> None:
+        """Start to trace the configured engines, or, with a directory, write their traces there."""
 
     def figures(self, step_s: float) -> SourceFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
@@ -215,6 +219,9 @@ class SampledGroups(Source):
         self._devices.generation()
         return self._evaluator.run(step, progress)
 
+    def profile(self, directory: Path | None) -> None:
+        self._groups.engines.profile(self._groups.config.profile, directory)
+
     def figures(self, step_s: float) -> SourceFigures:
         table = self._groups.table
         ready = len(table.at(READY))
@@ -288,6 +295,25 @@ class Run:
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress
+
+    @contextmanager
+    def profiling(self, step: int) -> Iterator[None]:
+        """Trace the block on the configured trainer ranks and engines if ``step`` is to be traced."""
+        settings = self.config.profile
+        if step not in settings.steps:
+            yield
+            return
+        self._profile(None)
+        yield
+        self._profile(self.config.run_dir / PROFILES / f"step-{step}")
+
+    def _profile(self, directory: Path | None) -> None:
+        settings = self.config.profile
+        paths = {rank: directory and str(directory / f"rank-{rank}") for rank in settings.ranks}
+        calls = {rank: (path, settings.memory) for rank, path in paths.items()}
+        answers = self.policy.start_each("profiling", TrainerRank.profile, calls)
+        self.source.profile(directory)
+        answers.result()
 
     @property
     def policy(self) -> ModelRanks:

@@ -17,6 +17,7 @@ from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.system.gpus import compute_capability
 from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
+from slime_like.system.profiler import profile_process
 
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
 
@@ -121,6 +122,9 @@ class TrainerRank(RankExport):
         if torch.cuda.is_available():
             peak["gpu"] = torch.cuda.max_memory_allocated()
         return peak
+
+    def profile(self, path: str | None, memory: bool) -> None:
+        profile_process(path, memory)
 
     def shutdown(self) -> None:
         """Close the weight transport and leave the process groups."""

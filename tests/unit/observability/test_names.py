@@ -20,6 +20,8 @@ from slime_like.statistics import GRPOStats
 from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import RL_METRICS, SFT_METRICS, grpo_stats, phase_times, value_stats
 
+MODEL = Path(__file__).parents[3] / "configs" / "models" / "Qwen2.5-0.5B"
+
 
 def row(name: str, length: int, rewards: tuple[float, ...], version: int = 3, **others: Any) -> ScoredTrajectory:
     """One row of the rollout GROUP-SAMPLE, with a prompt of 15 tokens, in step 4."""
@@ -82,7 +84,12 @@ def logged(
     found: dict[str, float] = {}
     run: Any = SimpleNamespace(
         config=RunConfig.model_validate(
-            {"run_dir": "run", "model": {"path": "m"}, "reward": {"functions": functions}, **sections}
+            {
+                "run_dir": "run",
+                "model": {"path": MODEL},
+                "reward": {"functions": functions},
+                **sections,
+            }
         ),
         finished_steps=0,
         source=SimpleNamespace(

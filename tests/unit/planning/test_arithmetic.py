@@ -432,7 +432,7 @@ def test_lengths_are_read_from_a_file_or_a_run(tmp_path: Path) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text("7\n3\n20\n")
     assert read_lengths(file) == Lengths(10, 20, (3, 7, 20))
-    names = "train_actor_training/response_lengths", "rollout/response_length_max"
+    names = "rollout/response_length_mean", "rollout/response_length_max"
     rows = [{"step": step, names[0]: mean, names[1]: most} for step, mean, most in ((1, 100, 900), (2, 300, 700))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_lengths(tmp_path) == Lengths(200, 900)
