@@ -21,9 +21,10 @@ from tests.parallel import checks
 from tests.parallel.feature_cases import value_config
 from tests.parallel.harness import Row, case_of, parameters
 from tests.parallel.layouts import layout_of
-from tests.parallel.ranks import run_by_size
-from tests.parallel.steps import same_bits
+from tests.parallel.ranks import run_by_size, run_each
+from tests.parallel.steps import assert_close, same_bits
 from tests.parallel.test_router_biases import check_roles, history, history_task
+from tests.parallel.test_transformer_engine import resume_configs, train_and_save
 from tests.parallel.test_value_checkpoint import life_of, weights_at
 from tests.parallel.tiny import save_checkpoint
 from tests.support.planted import Bug, Edit, plant
@@ -114,8 +115,46 @@ def test_a_checkpoint_without_the_head_is_caught(tmp_path: Path) -> None:
     same_bits(loaded, wrote)
 
 
+CHECKPOINT = "backends.megatron.checkpoint"
+UNCOUNTED = Edit(
+    "the counter of a fused optimizer is not restored",
+    CHECKPOINT,
+    'if _counts_by_group(part.optimizer) or "step" in group:',
+    'if "step" in group:',
+)
+MISTAKEN = Edit(
+    "a fused optimizer is filled like torch's",
+    CHECKPOINT,
+    "not isinstance(optimizer, torch.optim.AdamW | HybridDeviceOptimizer)",
+    "not isinstance(optimizer, torch.optim.Optimizer)",
+)
+
+
+def _resumed(placement: RankPlacement, config: RunConfig, bug: Edit | None, *paths: Path | None) -> Any:
+    with nullcontext() if bug is None else plant(bug):
+        try:
+            return train_and_save(placement, config, *paths)
+        except KeyError as error:
+            return error.args
+
+
+def test_a_fused_optimizer_that_begins_anew_is_caught(tmp_path: Path) -> None:
+    """As on a machine with Transformer Engine, whose optimizer counts its updates elsewhere than torch's."""
+    ring, fused = resume_configs("qwen3", "transformer_engine", tmp_path, {})
+    saved = tmp_path / "saved"
+    loads = [(fused, bug, None, saved) for bug in (None, UNCOUNTED, MISTAKEN)]
+    found = run_each(_resumed, 1, tmp_path / "ranks", [(ring, None, saved, None), *loads])
+    (expected,), (continued,), (uncounted,), (mistaken,) = found
+    assert_close(continued, expected, 1e-6)
+    with pytest.raises(AssertionError):
+        assert_close(uncounted, expected, 1e-6)
+    assert mistaken == ("step",)
+
+
 @pytest.mark.parametrize(
-    "bug", dict.fromkeys(row.bug for row in EVERY if isinstance(row.bug, Edit)), ids=lambda e: e.name
+    "bug",
+    [*dict.fromkeys(row.bug for row in EVERY if isinstance(row.bug, Edit)), UNCOUNTED, MISTAKEN],
+    ids=lambda e: e.name,
 )
 def test_no_row_is_stale(bug: Edit) -> None:
     """Each names one place of the source, and changes a function."""

@@ -123,8 +123,8 @@ def test_both_specs_write_the_canonical_names(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-def _train(
-    placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, grouped: bool
+def train_and_save(
+    placement: RankPlacement, config: RunConfig, save: Path | None, load: Path | None, grouped: bool = True
 ) -> dict[str, Tensor]:
     """Return the weights after two steps with a save between them, or after loading that save and doing the second.
 
@@ -145,6 +145,13 @@ def _train(
         return exported_from(model)
 
 
+def resume_configs(family: str, attention: str, directory: Path, layout: Settings) -> tuple[RunConfig, RunConfig]:
+    """Return a new model's configuration with the ring and with other attention."""
+    model = save_tiny(family, directory / "model")
+    ring, other = (parity_config(model, directory, {**layout, "attention": each}) for each in ("ring", attention))
+    return ring, other
+
+
 @pytest.mark.parametrize(
     ("family", "attention", "grouped"),
     [("qwen3", "transformer_engine", True), ("qwen3_moe", "transformer_engine", True), ("qwen3_moe", "ring", False)],
@@ -153,10 +160,10 @@ def test_each_spec_continues_from_the_checkpoint_of_the_other(
     family: str, attention: str, grouped: bool, tmp_path: Path
 ) -> None:
     """Including moments: the step after the checkpoint is the same up to rounding of the other spec's kernels."""
-    model, layout = save_tiny(family, tmp_path / "model"), {"tensor": 2, "sequence": True}
+    layout: Settings = {"tensor": 2, "sequence": True}
     if family == "qwen3_moe":
         layout |= {"expert": 2, "distributed": True}
-    ring, others = (parity_config(model, tmp_path, {**layout, "attention": each}) for each in ("ring", attention))
+    ring, others = resume_configs(family, attention, tmp_path, layout)
     by_ring, by_other = tmp_path / "by-ring", tmp_path / "by-other"
     tasks = [
         (ring, by_ring, None, True),
@@ -164,7 +171,7 @@ def test_each_spec_continues_from_the_checkpoint_of_the_other(
         (others, None, by_ring, grouped),
         (ring, None, by_other, True),
     ]
-    (first, _), (second, _), (further, _), (back, _) = run_each(_train, 2, tmp_path / "ranks", tasks)
+    (first, _), (second, _), (further, _), (back, _) = run_each(train_and_save, 2, tmp_path / "ranks", tasks)
     assert_close(further, first, 1e-6)
     assert_close(back, second, 1e-6)
 
