@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What takes longer than the test suite may: accuracy over seeds, with each engine, on eight ranks and with FSDP (also gone
 # on with, from the middle, on two ranks), the control that must not learn, and the tests that are marked `acceptance`: among
-# them a campaign of kills (KILLS and STOPS are their numbers) and fuzzed input (FUZZ=0:5000).
+# them a campaign of kills (KILLS and STOPS are their numbers) and fuzzed input (FUZZ=0:5000). Then Transformer Engine's
+# layers, in an environment with Python 3.12.
 #   bash benchmarks/acceptance.sh [OUT_DIR]      results go to benchmarks/results/acceptance.md
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
@@ -27,3 +28,4 @@ from_seed_0 fsdp-on-two-ranks --trainer.backend fsdp --trainer.parallel.data 2 \
 from_seed_0 tp2-pp2-cp2 --trainer.parallel.tensor 2 --trainer.parallel.pipeline 2 --trainer.parallel.context 2
 "$VENV/bin/python" -m benchmarks.acceptance "$OUT" benchmarks/results/acceptance.md
 KILLS_DIR="$OUT/kills" FUZZ_DIR="$OUT/fuzz" "$VENV/bin/python" -m pytest -m acceptance tests
+bash scripts/test_te.sh

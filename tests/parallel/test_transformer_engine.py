@@ -1,9 +1,11 @@
 """Our use of Megatron's layer spec for Transformer Engine, with stand-ins for its modules, which exist for CUDA only.
 
-Covered: the inputs of layers and attention, Hugging Face names, and that each spec reads the other's checkpoints. Not
-covered, and never run: Transformer Engine itself, its kernels and its context parallelism.
+Covered: the inputs of layers and attention, Hugging Face names, and that each spec reads the other's checkpoints.
+``scripts/test_te.sh`` runs these tests, and layouts for which there are no stand-ins, with the real modules above
+kernels for a CPU.
 """
 
+import os
 from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,8 @@ from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.checks.packages import has_transformer_engine
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces import RankPlacement
-from tests.parallel import te_stand_ins
 from tests.parallel.cases import Case, parity_config
-from tests.parallel.checks import check_changes, check_scores
+from tests.parallel.checks import check_changes, check_exported_gradients, check_loss, check_scores, sent
 from tests.parallel.harness import run_case
 from tests.parallel.layouts import Settings
 from tests.parallel.ranks import run_each
@@ -30,10 +31,16 @@ from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences, stacked_experts
 from tests.unit.backends.models import PUBLISHED, dimensions
 
+IS_REAL = "TE_CPU_KERNELS" in os.environ
+if IS_REAL:
+    from tests.te import real as modules
+else:
+    from tests.parallel import te_stand_ins as modules  # type: ignore[no-redef]
+
 
 def _install() -> None:
     """Make this rank believe that it has Transformer Engine and a GPU."""
-    te_stand_ins.install()
+    modules.install()
     attention.has_transformer_engine = lambda: True
     construction.uses_transformer_engine = lambda *arguments: uses_transformer_engine(*arguments[:2], on_cuda=True)
     trainer.machine_problems = lambda *arguments: []  # type: ignore[assignment]
@@ -48,12 +55,23 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
         def shutdown(self) -> None:
             linear = [m for m in self.chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")]
             # Experts' products are not its own.
-            assert len(linear) == (2 if self.dimensions.num_experts else 4) * self.dimensions.num_layers
+            assert len(linear) == (2 if self.dimensions.num_experts else 4) * len(self.chunks[0].decoder.layers)
             assert all(module.fuse_wgrad_accumulation for module in linear)
             super().shutdown()
 
     train_rank.__globals__["MegatronTrainer"] = Checked
     return train_rank(placement, config, packs, denominator, steps)
+
+
+REAL_LAYOUTS: list[tuple[str, Settings]] = [
+    ("qwen3", {"context": 2}),
+    ("qwen3", {"context": 4}),
+    ("qwen3", {"tensor": 2, "sequence": True, "context": 2}),
+    ("qwen3_moe", {"context": 2, "expert": 2}),
+    ("qwen3", {"pipeline": 2}),
+    ("qwen3", {"recompute": "full"}),
+    ("qwen3", {"pipeline": 2, "context": 2, "recompute": "full"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +80,7 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
         ("qwen3", {}),
         ("qwen2", {"tensor": 2, "sequence": True}),
         ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 2}),
+        *(REAL_LAYOUTS if IS_REAL else ()),
     ],
 )
 def test_its_layers_compute_the_reference(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
@@ -77,7 +96,9 @@ def test_its_layers_use_the_attention_of_shared_prefixes(cases: Any, tmp_path: P
 def _check(case: Case, layout: Settings, directory: Path) -> None:
     results: list[RankResult] = run_case(case, layout, directory, _trained)
     check_scores(case, results)
-    check_changes(case, stacked_experts(results[0].weights))
+    check_loss(case, results)
+    check_exported_gradients(case, results)
+    check_changes(case, stacked_experts(sent(results, "weights")))
 
 
 # ------------------------------------------------------------------------------------------------------ canonical names
@@ -177,6 +198,7 @@ def test_each_spec_continues_from_the_checkpoint_of_the_other(
 
 
 # ----------------------------------------------------------------------------------------------------------- the choice
+@pytest.mark.skipif(IS_REAL, reason="Transformer Engine is installed")
 @pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
 def test_transformer_engine_without_its_extension_is_not_taken_for_it(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
