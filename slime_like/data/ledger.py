@@ -5,14 +5,16 @@ copy. Resuming restores the copy, so whatever happened after the checkpoint happ
 """
 
 import re
+import shutil
 import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Self
 
 from slime_like.errors import DataError
@@ -182,10 +184,33 @@ def audit_run(run_dir: Path) -> Audit:
         problem = f"{path} is missing: no run of rollouts has written to {run_dir}"
         raise DataError(problem, code="no-ledger", remedy="give another directory")
     try:
-        with closing(sqlite3.connect(_read_only(path), uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
-            return _audit(database)
+        with ExitStack() as stack:
+            return _audit(_readable(path, stack))
     except sqlite3.Error as error:
         raise _unusable(path, error, "it is not a ledger, or damaged") from error
+
+
+def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
+    """Open a ledger for reading, whether its writer is running or was killed.
+
+    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy. Raises
+    ``DataError`` if the ledger cannot be copied.
+    """
+    uri = _read_only(path)
+    database = stack.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)))
+    try:
+        database.execute("SELECT 1 FROM events LIMIT 1").fetchone()
+    except sqlite3.OperationalError:
+        copy = Path(stack.enter_context(TemporaryDirectory())) / FILE_NAME
+        try:
+            for ending in ("", "-wal", "-journal"):
+                if (part := path.with_name(path.name + ending)).exists():
+                    shutil.copyfile(part, copy.with_name(copy.name + ending))
+        except OSError as error:
+            problem, remedy = f"could not be copied to {copy} ({error.strerror})", "free space there, or set TMPDIR"
+            raise DataError(problem, code="ledger-not-copied", who=str(path), remedy=remedy) from error
+        return stack.enter_context(closing(sqlite3.connect(copy)))
+    return database
 
 
 _HISTORIES = f"""
