@@ -39,7 +39,6 @@ MOST_LINES, MOST_FILES = 34_000, 240
 """What a reader of a run on Megatron and vLLM has to know, as README.md says. What only some runs use is an option."""
 
 
-@pytest.mark.acceptance
 def test_a_run_on_megatron_and_vllm_imports_no_more_than_can_be_read() -> None:
     code = """
 import sys
