@@ -112,6 +112,7 @@ class Plan:
         written = asdict(self)
         run = written.pop("run")
         written |= {name: run[name] for name in ("hardware", "workload")}
+        written["workload"]["mean_response"] = self.run.workload.mean_response
         written["recompute"] = self.run.config.trainer.recompute
         entries = [entry for kind in (*written["kinds"], *written["references"]) for entry in kind["phases"]]
         entries += [written["engine_phase"]] if self.engine_phase is not None else []

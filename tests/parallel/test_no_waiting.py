@@ -196,7 +196,9 @@ EXCHANGE = frozenset(
         # Once per layer's forward pass: waits until token counts have been copied, which determine message sizes.
         "token_dispatcher.py: self.d2h_event.synchronize()",
         # The copy, which is asynchronous on a GPU, and uses of the counts, which are on the host by then.
-        "cpu_runtime.py: lambda x, as_numpy=False, **_: x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x,",
+        "token_dispatcher.py: self.input_splits = maybe_move_tensor_to_cpu(",
+        "token_dispatcher.py: self.output_splits = maybe_move_tensor_to_cpu(",
+        "token_dispatcher.py: self.output_splits_tp = maybe_move_tensor_to_cpu(",
         "moe_utils.py: input = torch.split(input, split_sizes.tolist(), dim=0)",
         "moe_utils.py: output = torch.cat([input[i] for i in sorted_idxs.tolist()], dim=0)",
         "moe_utils.py: probs = torch.split(probs, split_sizes.tolist(), dim=0)",

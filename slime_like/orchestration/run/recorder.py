@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
@@ -45,7 +46,6 @@ class StepRecorder:
         self._trained_s = 0.0
         self._memory: dict[str, float] = {}
         self._flat_steps = 0
-        self._dimensions = ModelDimensions.from_checkpoint(run.config.model.path)
         self._failures = ScoringFailures()
         self._watches_programs = bool(run.config.rollout.agent.command)
 
@@ -86,6 +86,10 @@ class StepRecorder:
         if run.source.has_rewards:
             self._show_samples(step, trained, figures.failed)
             self._warn_of_flat_rewards(step, trained.trajectories)
+
+    @cached_property
+    def _dimensions(self) -> ModelDimensions:
+        return ModelDimensions.from_checkpoint(self._run.config.model.path)
 
     def _trainer_speed(self, trained: TrainedStep, seconds: float) -> dict[str, float]:
         lengths = [row.total_len for row in trained.trajectories]

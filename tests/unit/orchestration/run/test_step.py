@@ -21,6 +21,8 @@ from slime_like.trajectory import ScoredTrajectory
 from tests.unit.observability.records import grpo_stats, phase_times
 from tests.unit.observability.report_run import sample
 
+MODEL = Path(__file__).parents[4] / "configs" / "models" / "Qwen2.5-0.5B"
+
 
 def group(step: int, advantage: float) -> list[ScoredTrajectory]:
     trajectories = [sample(step, index) for index in range(2)]
@@ -30,7 +32,7 @@ def group(step: int, advantage: float) -> list[ScoredTrajectory]:
 
 
 def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
-    flags = ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--debug.samples_per_step", "0"]
+    flags = ["--run_dir", str(tmp_path), "--model.path", str(MODEL), "--debug.samples_per_step", "0"]
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=load_config(None, flags),
