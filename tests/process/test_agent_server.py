@@ -188,18 +188,18 @@ async def test_responses_streamed_equals_unstreamed() -> None:
 @bounded
 async def test_stop_strings_of_a_call_end_its_turn_and_are_not_in_the_answer() -> None:
     """The next call continues after the ids that were sampled, the string included."""
-    async with endpoint("see </a>", "so </b>", "no stop", "plain") as here:
+    script = "see </a>", "so </b>", "no stop", "plain"
+    async with endpoint(*script) as here, here.openai() as client, here.anthropic() as other:
         said: list[Any] = [USER]
         for stop in (["</a>"], "</b>"):
-            client = here.openai()
             choice = (await client.chat.completions.create(model="m", messages=said, stop=stop)).choices[0]
             assert choice.finish_reason == "stop" and choice.message.content in ("see ", "so ")
             said += [{"role": "assistant", "content": choice.message.content}, USER]
         asked: Any = {"model": "m", "max_tokens": 9, "stop_sequences": ["stop", "</c>"]}
-        reply = await here.anthropic().messages.create(messages=[USER], **asked)
+        reply = await other.messages.create(messages=[USER], **asked)
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "stop")
         assert [each.text for each in reply.content] == ["no "]
-        plain = await here.anthropic().messages.create(messages=[USER], **asked)
+        plain = await other.messages.create(messages=[USER], **asked)
         assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
         assert [each.stop for each in here.model.asked] == [("</a>",), ("</b>",), *[("stop", "</c>")] * 2]
         assert not here.session.ignored.keys() & {"stop", "stop_sequences"}
