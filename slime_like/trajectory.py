@@ -32,7 +32,7 @@ class TensorField:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it has one number per token of the response."""
+        """True if the field has one number per response token."""
         return self.over == "response" and not self.entry_ndim
 
 

@@ -80,7 +80,7 @@ class BucketTransferEngine(WeightTransferEngine[Any, Any]):
 
 
 class WorkerExtension(_Worker):
-    """What is added to vLLM's worker. ``attempt`` is called through ``collective_rpc``."""
+    """Methods added to vLLM's worker. vLLM calls ``attempt`` through ``collective_rpc``."""
 
     weight_transfer_engine: BucketTransferEngine
 

@@ -120,7 +120,7 @@ def row_kernels(device: torch.device) -> Literal["triton", "torch"]:
 
 
 def _logits_of(hidden: Tensor, weight: Tensor | None, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """Return (n, V) capped logits, in memory of their own. Without a weight, ``hidden`` are logits, perhaps a view."""
+    """Return (n, V) capped logits in newly allocated memory. Without a weight, ``hidden`` already holds the logits."""
     if weight is None:
         return hidden.to(dtype, copy=not hidden.is_cpu)  # Triton's kernels overwrite them
     logits = _product(hidden, weight.t()).to(dtype)

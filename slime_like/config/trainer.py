@@ -168,7 +168,7 @@ class TrainerConfig(Section):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan of the run's memory chooses settings."""
+        """True if some settings are left for a plan of the run's memory to choose."""
         return self.recompute == "auto" or (self.backend == FSDP and self.fsdp.accumulate == "auto")
 
     def recomputed_layers(self, layers: int) -> int:

@@ -4,7 +4,6 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from slime_like.interfaces.estimate import Pattern
 from slime_like.planning.memory import EnginePlan
 from slime_like.planning.planned_run import PlannedRun
 
@@ -85,9 +84,10 @@ def _decode(
     run: PlannedRun, engine: EnginePlan, responses: list[float], needed: int, at_once: int
 ) -> tuple[float, float]:
     """Return the seconds until ``needed`` of the responses are finished, and those with less than half of a batch."""
-    stride = next(step for step in range(int(0.618 * len(responses)) + 1, len(responses) + 2)
-                  if math.gcd(step, len(responses)) == 1)  # fmt: skip
-    waiting = [responses[index * stride % len(responses)] for index in range(len(responses))]  # in a mixed order
+    count = len(responses)
+    # A stride without a common divisor visits every response once, in a mixed order.
+    stride = next(step for step in range(int(0.618 * count) + 1, count + 2) if math.gcd(step, count) == 1)
+    waiting = [responses[index * stride % count] for index in range(count)]
     ends: list[float] = []
     now, cached, seconds, tail, finished = 0.0, 0.0, 0.0, 0.0, 0
     prompt = run.workload.mean_prompt
@@ -131,17 +131,17 @@ def token_time(run: PlannedRun, engine: EnginePlan, running: float, cached: floa
 
 
 def _message_seconds(run: PlannedRun, sequences: float) -> float:
-    """Predict two all-reduces of hidden states per layer among a stage's GPUs, and the hidden states to each stage."""
+    """Predict two all-reduces of hidden states per layer among a stage's GPUs, and the hidden states to each stage.
+
+    NCCL's latency (``calls``) does not count: engines' kernels for small messages have their own.
+    """
     tensor, hidden = run.config.rollout.tensor, sequences * run.dimensions.hidden_size * run.element_bytes
     gpus, latency = range(run.config.rollout.ranks), run.hardware.assumed.decode_all_reduce_s
-    seconds = (run.config.rollout.pipeline - 1) * (latency + _bandwidth_seconds(run, hidden, gpus, "message"))
+    seconds = (run.config.rollout.pipeline - 1) * (
+        latency + run.hardware.link_seconds(hidden, gpus, "message", calls=0)
+    )
     if tensor == 1:
         return seconds
     sent, slower = 2 * (tensor - 1) / tensor * hidden, 1 + run.hardware.crosses_nodes(gpus[:tensor])
-    per_layer = 2 * (slower * latency + _bandwidth_seconds(run, sent, gpus[:tensor], "all_reduce"))
+    per_layer = 2 * (slower * latency + run.hardware.link_seconds(sent, gpus[:tensor], "all_reduce", calls=0))
     return seconds + run.dimensions.num_layers * per_layer
-
-
-def _bandwidth_seconds(run: PlannedRun, nbytes: float, gpus: range, pattern: Pattern) -> float:
-    """Return the seconds without NCCL's latency: engines' kernels for small messages have their own."""
-    return run.hardware.link_seconds(nbytes, gpus, pattern, calls=0)

@@ -106,7 +106,7 @@ def write_part(stream: ChecksumStream, part: Part) -> ByteRange:
     """Write one part in the form that the readers of torch and Megatron expect."""
     data = part.data.detach().to("cpu").contiguous()
     if data.untyped_storage().nbytes() != data.nbytes:
-        data = data.clone()  # torch would save all memory behind a view
+        data = data.clone()  # torch would save the whole storage of a view
     torch.save(data, cast(BinaryIO, stream))
     return stream.piece(f"{part.name} from {list(part.offset)} on")
 

@@ -198,7 +198,7 @@ class GroupTable:
     # ---------------------------------------------------------------------------------------------------------- batch
     @property
     def phase(self) -> str:
-        """What the training loop waits for."""
+        """The clock phase in which the training loop waits."""
         if self.config.rollout.max_staleness:
             return "wait"
         return "generate" if self.at(GENERATE) else "reward"
