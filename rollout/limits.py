@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from enum import StrEnum
 from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
@@ -17,32 +17,28 @@ from slime_like.weights.adapter import factor_shapes
 _MOST_SEQUENCES = 512
 
 MERGED = "use model.lora.sync=merged"
-CHANGES: Mapping[str, str] = {
-    "the logprobs of drafted tokens have not been compared": "spec_* speculative_* decoupled_spec_* *eagle* *dllm* "
-    "diffusion_config",
-    "adapters are described by model.lora": "*lora*",
-    "weights, activations and caches have the type model.dtype": "*quant* *dtype* *fp4* *fp8* *int8* *tf32* modelopt_* "
-    "*stochastic_rounding *a2a_* kt_*",
-    "the engine must compute what the trainer computes, from the files of model.path": "load_format model_impl "
-    "model_weights hf_config_path hf_overrides json_model_override_args model_class_overrides config_format "
-    "model_config_parser runner convert pooler_config is_embedding *revision custom_weight_loader weight_cache_mode "
-    "checkpoint_engine_* decrypted_* delete_ckpt_* forward_hooks *hisparse* disable_sliding_window "
-    "kv_sharing_fast_prefill",
-    "requests set the sampled distribution": "override_generation_config preferred_sampling_params *logit*_processor* "
-    "watermark_* enable_watermark enable_strict_thinking",
-    "prompts and responses are token ids": "tokenizer tokenizer_mode tokenizer_path *tokenizer_worker_num",
-    "cluster.gpus_per_node sets an engine's nodes": "nnodes node_rank master_* dist_init_addr use_ray",
-    "rollout.tensor, pipeline and num_engines set the ranks": "pp_size *context_parallel_size data_parallel_* "
-    "*dp_size *cp_size *dp_attention* enable_prefill_cp",
-    "weight updates need every expert in its place": "*eplb* *elastic_ep* *redundant_experts init_expert_location "
-    "*paged_experts",
-    "its keys and values would outlive a weight update": "*_transfer_config kv_offloading_* disaggregation_mode "
-    "hicache_storage_* enable_lmcache enable_flexkv *external_linker",
-}
-"""By reason, patterns of vLLM's and SGLang's arguments that would change the model, the sampled distribution or the
-layout of ranks. Their values that change nothing (``_change_problems``) are allowed."""
 
-_UNCHANGED: Collection[Any] = (None, False, "", "auto", "none", "null", "safetensors", "fastsafetensors", "{}", {}, [])
+
+class Guarantee(StrEnum):
+    """What arguments of vLLM and SGLang may break."""
+
+    TYPE = "weights, activations and caches have the type model.dtype, like the trainer's"
+    MODEL = "the engine must compute what the trainer computes, from the files of model.path"
+    TOKENS = "prompts and responses are token ids of the tokenizer of model.path"
+    DISTRIBUTION = "requests set the distribution that is sampled, and the trainer computes the same one"
+    SEEDS = "every sample has a seed of its own, from the run's seed and the group's id"
+    RANKS = "rollout.tensor, pipeline and num_engines set the ranks, and cluster.gpus_per_node their nodes"
+    EXPERTS = "weight updates need every expert in its place"
+    CACHE = "its keys and values would outlive a weight update"
+
+
+_UNCHANGED: Collection[Any] = (None, False, "", "auto", "none", "null", "safetensors", "{}", {}, [])
+"""Values with which a refused argument changes nothing. So does 1 as a number of ranks or nodes."""
+
+
+def by_argument(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of every argument, from the names by reason."""
+    return {argument: reason for reason, arguments in names.items() for argument in arguments.split()}
 
 
 def owned_arguments(adapter: str, **fields: str) -> dict[str, str]:
@@ -69,9 +65,13 @@ class ServerLimits(OwnLimits):
 
     Attributes:
         owned: arguments that the adapter sets, whatever the value, with the remedy or the reason.
+        refused: arguments that would break a guarantee, and which. ``rollout.allow_engine_args`` lifts a refusal.
+        tried: further arguments that ran in training. A note names those that are neither.
     """
 
     owned: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    tried: str = ""
     spans_nodes: bool = True
     splits_heads: bool = True
 
@@ -83,11 +83,30 @@ class ServerLimits(OwnLimits):
                 yield f"rollout.engine_args.{name} is not supported: {self.owned[name]}"
             elif known is not None and name not in known:
                 yield f"rollout.engine_args.{name} is not an argument of {self.name}; see `{self.name} serve --help`"
-            else:
-                yield from _change_problems(name, value)
+            elif name not in rollout.allow_engine_args and self._changes(name, value):
+                remedy = f"remove it, or add {name} to rollout.allow_engine_args to train without this guarantee"
+                yield f"rollout.engine_args.{name}={value} is refused: {self.refused[name]}; {remedy}"
         share = arguments.get(self.share_argument, 1)
         if not (is_number(share) and share <= 1):
             yield f"rollout.engine_args.{self.share_argument}={share} must be a number above 0, at most 1"
+
+    def lifted_arguments(self, rollout: RolloutConfig) -> dict[str, Any]:
+        arguments = rollout.engine_args_of(self.name)
+        return {name: arguments[name] for name in rollout.allow_engine_args if name in arguments.keys() & self.refused}
+
+    def argument_notes(self, rollout: RolloutConfig) -> Iterator[str]:
+        for name, value in self.lifted_arguments(rollout).items():
+            yield f"rollout.allow_engine_args lifts a guarantee: engine_args.{name}={value}, but {self.refused[name]}"
+        known = {*self.tried.split(), *self.refused, self.share_argument}
+        if untried := sorted(rollout.engine_args_of(self.name).keys() - known):
+            guards = "the probe of every sync and the metric engine_gap_mean show if the engine computes another model"
+            yield f"rollout.engine_args: {', '.join(untried)} has not been tried in training; {guards}"
+
+    def _changes(self, name: str, value: Any) -> bool:
+        """Return whether the argument is refused, with a value that changes something."""
+        if isinstance(value, int) and not isinstance(value, bool):  # False equals 0
+            return name in self.refused and not (value == 1 and name.endswith(("_size", "nnodes")))
+        return name in self.refused and value not in _UNCHANGED
 
     def known_arguments(self) -> Collection[str] | None:
         """Return the names of all arguments; ``None`` if the engine rejects others itself, or is not installed."""
@@ -115,21 +134,6 @@ def is_number(value: Any) -> bool:
 def must_stay(config: RunConfig, dimensions: ModelDimensions) -> bool:
     """Return whether an update does not replace every tensor, so an engine must not drop its weights."""
     return config.model.lora.sends_factors or not dimensions.attention.reloads
-
-
-def _change_problems(name: str, value: Any) -> Iterator[str]:
-    """Yield one sentence per argument, also inside mappings, with a value that changes something (``CHANGES``)."""
-    argument = name.rpartition(".")[2]
-    if value in _UNCHANGED or (value == 1 and argument.endswith(("_size", "nnodes"))):
-        return
-    if name == "hf_overrides" and isinstance(value, Mapping) and set(value) == {"head_dtype"}:
-        return
-    reasons = [why for why, patterns in CHANGES.items() if any(fnmatch(argument, each) for each in patterns.split())]
-    if reasons:
-        yield f"rollout.engine_args.{name}={value} is not supported: {reasons[0]}; remove it"
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _change_problems(f"{name}.{key}", part)
 
 
 def on_cpu() -> bool:

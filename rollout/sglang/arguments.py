@@ -68,6 +68,7 @@ def engine_arguments(
         **_defaults(config.model, config.rollout, config.max_model_len),
         **given,
         **_owned(config, engine_index, part),
+        **LIMITS.lifted_arguments(config.rollout),
     }
 
 

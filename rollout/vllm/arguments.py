@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rollout.limits import on_cpu, sequences_at_once, sleep_mode
+from rollout.vllm.limits import LIMITS
 from slime_like.config import ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
@@ -64,7 +65,8 @@ def engine_arguments(config: RunConfig, engine_index: int, part: EngineNode = WH
     in this type."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index, part)})
+    owned = _owned(config, engine_index, part) | LIMITS.lifted_arguments(config.rollout)
+    return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **owned})
 
 
 def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Limits of vLLM. This module doesn't import it."""
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from rollout.limits import MERGED, ServerLimits, is_number, must_stay, owned_arguments
+from rollout.limits import MERGED, Guarantee, ServerLimits, by_argument, is_number, must_stay, owned_arguments
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
@@ -25,6 +26,11 @@ class VllmLimits(ServerLimits):
         yield from ServerLimits.argument_problems(self, rollout, is_here)
         if not is_number(nbytes := rollout.engine_args_of(self.name).get(_CACHE, 1)):
             yield f"rollout.engine_args.{_CACHE}={nbytes} must be a number above 0"
+
+    def _changes(self, name: str, value: Any) -> bool:
+        if name == "hf_overrides" and isinstance(value, Mapping) and set(value) == {"head_dtype"}:
+            return False
+        return ServerLimits._changes(self, name, value)
 
     def known_arguments(self) -> Collection[str] | None:
         """Read vLLM's arguments from its source, because its import takes seconds."""
@@ -59,13 +65,31 @@ LIMITS = VllmLimits(
     owned=owned_arguments(
         "distributed_executor_backend logprobs_mode max_logprobs worker_extension_cls weight_transfer_config "
         "skip_tokenizer_init enable_log_requests generation_config",
-        model="model.path",
-        dtype="model.dtype",
         trust_remote_code="model.trust_remote_code",
         max_model_len="rollout.max_model_len",
         tensor_parallel_size="rollout.tensor",
         pipeline_parallel_size="rollout.pipeline",
-        seed="seed",
         enable_return_routed_experts="algorithm.routing_replay",
+        enable_lora="model.lora",
+        max_lora_rank="model.lora",
+        lora_target_modules="model.lora",
     ),
+    refused=by_argument(
+        {
+            Guarantee.TYPE: "dtype quantization quantization_config kv_cache_dtype mamba_cache_dtype "
+            "mamba_ssm_cache_dtype enable_mamba_cache_stochastic_rounding",
+            Guarantee.MODEL: "model model_weights load_format hf_overrides hf_config_path model_class_overrides "
+            "disable_sliding_window kv_sharing_fast_prefill",
+            Guarantee.TOKENS: "tokenizer",
+            Guarantee.DISTRIBUTION: "override_generation_config logits_processors watermark_config",
+            Guarantee.SEEDS: "seed",
+            Guarantee.RANKS: "nnodes node_rank master_addr master_port data_parallel_size data_parallel_size_local "
+            "data_parallel_rank prefill_context_parallel_size decode_context_parallel_size",
+            Guarantee.EXPERTS: "enable_eplb enable_elastic_ep",
+            Guarantee.CACHE: "kv_transfer_config kv_offloading_size",
+        }
+    ),
+    tried="async_scheduling attention_backend block_size compilation_config enable_expert_parallel "
+    "enable_nccl_comm_suspend enable_prefix_caching enable_sleep_mode enforce_eager kv_cache_memory_bytes "
+    "max_num_batched_tokens max_num_seqs return_sampling_mask",
 )

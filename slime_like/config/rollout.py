@@ -160,7 +160,8 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
+    """Arguments of the engine. `vllm: {max_num_seqs: 64}` is only for vllm."""
+    allow_engine_args: tuple[str, ...] = Field((), description="Arguments to pass though they break a guarantee.")
     start_timeout_s: float | None = Field(None, gt=0, description="Timeout of a start; none: 1200 on GPUs, else 300.")
     request_timeout_s: float | None = Field(
         None, gt=0, description="Timeout, without weight updates; none: 0.2 per token, at least 600."

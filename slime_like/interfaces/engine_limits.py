@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from slime_like.config.rollout import ENGINES, RolloutConfig
 from slime_like.config.run import RunConfig
@@ -43,6 +44,14 @@ class EngineLimits:
         Args:
             is_here: whether the engine's library is looked up in this environment.
         """
+        return iter(())
+
+    def lifted_arguments(self, rollout: RolloutConfig) -> dict[str, Any]:
+        """Return the arguments that are passed though they break a guarantee (``rollout.allow_engine_args``)."""
+        return {}
+
+    def argument_notes(self, rollout: RolloutConfig) -> Iterator[str]:
+        """Yield one sentence on each guarantee that is lifted, and one on arguments that nobody has tried."""
         return iter(())
 
     def adapter_problems(self, model: ModelConfig, dimensions: ModelDimensions) -> Iterator[str]:

@@ -132,7 +132,9 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     objective = _join(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
     engines = f"{pluralize(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
-    return [*entries, ("objective", objective), ("engine", _join(rollout.get("engine"), engines, sampling))]
+    lifted = ", ".join(set(rollout.get("allow_engine_args", ())) & {*rollout.get("engine_args", {})})
+    entries += [("objective", objective), ("engine", _join(rollout.get("engine"), engines, sampling))]
+    return [*entries, ("guarantees lifted", f"rollout.allow_engine_args: {lifted}" if lifted else "")]
 
 
 def _results(run: RunData) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import CheckpointError
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tokenization import load_tokenizer
 from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
@@ -311,7 +312,7 @@ def data_notes(
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
     """Warn about an adapter of another base, experts without factors, a warm-up that outlasts the run, an unset
-    checkpoint interval, and files that are not evaluated."""
+    checkpoint interval, arguments of engines, and files that are not evaluated."""
     base, model = config.model.lora.base, config.model.path
     if base is not None and Path(base).resolve() != model.resolve():
         yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
@@ -326,7 +327,9 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
         remedy = "set checkpoint.every (0 if this is intended)"
         yield f"the only checkpoint is written after step {config.steps}, so a failure before loses all steps; {remedy}"
-    if config.evaluation.files and not config.starts_engines:
+    if config.starts_engines:
+        yield from engine_limits(config.rollout.engine).argument_notes(config.rollout)
+    elif config.evaluation.files:
         yield "evaluation.files is not evaluated, because this run starts no engines; run `slime-like eval`"
 
 

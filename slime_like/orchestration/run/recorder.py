@@ -13,6 +13,7 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability import names
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
@@ -117,7 +118,9 @@ class StepRecorder:
             self._watches_programs = False
             self.note(note)
         asynchronous = config.rollout.max_staleness > 0  # sampling never pauses
+        lifted = engine_limits(config.rollout.engine).lifted_arguments(config.rollout)
         return {
+            **({"rollout/lifted_guarantees": float(len(lifted))} if lifted else {}),
             **reward_metrics(rollouts, config.reward.functions, metadata),
             **rollout_metrics(rollouts, step, sum(times.values()) if asynchronous else times["generate"]),
         }

@@ -3,8 +3,6 @@
 import ast
 import json
 import os
-import re
-from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rollout.limits import CHANGES
+from rollout.limits import ServerLimits
 from rollout.sglang import arguments as sglang
 from rollout.sglang.engine import SglangEngine
 from rollout.vllm import arguments
@@ -195,95 +193,107 @@ def _cases(text: str, engines: str = "vllm sglang") -> list[tuple[str, str]]:
     return [(engine, case.strip()) for case in text.replace("\n", " | ").split(" | ") for engine in engines.split()]
 
 
-CHANGING = [
+REFUSED = [
     *_cases("""quantization: fp8 | kv_cache_dtype: fp8_e5m2 | enable_mamba_cache_stochastic_rounding: true
-        enable_lora: true | max_lora_rank: 16 | nnodes: 2 | node_rank: 1 | load_format: dummy | revision: main
-        model_impl: transformers | tokenizer_mode: slow | watermark_config: {key: 1} | enable_eplb: true"""),
+        dtype: float16 | nnodes: 2 | node_rank: 0 | load_format: dummy | enable_eplb: true"""),
     *_cases(
-        """quantization_config: {linear: fp8} | kv_cache_dtype_skip_layers: ["0"] | mamba_ssm_cache_dtype: float32
-        attention_config: {indexer_kv_dtype: fp8} | mamba_config: {enable_stochastic_rounding: true}
-        speculative_config: {method: ngram, num_speculative_tokens: 2} | spec_method: ngram | diffusion_config: {a: 1}
-        runner: pooling | convert: embed | pooler_config: {a: 1} | model_class_overrides: {A: "b:C"} | tokenizer: other
-        hf_overrides: {rope_theta: 5} | hf_overrides: {head_dtype: float32, rope_theta: 5} | hf_config_path: other
-        config_format: mistral | disable_sliding_window: true | kv_sharing_fast_prefill: true | model_weights: other
-        generation_config: auto | override_generation_config: {top_k: 1} | logits_processors: ["a:B"]
-        weight_transfer_config: {backend: nccl} | logprobs_mode: raw_logprobs | pipeline_parallel_size: 2
-        data_parallel_size: 2 | prefill_context_parallel_size: 2 | decode_context_parallel_size: 2
-        eplb_config: {num_redundant_experts: 2} | enable_elastic_ep: true | kv_offloading_size: 4
-        kv_transfer_config: {kv_role: kv_both} | master_addr: 10.0.0.1 | lora_target_modules: [q_proj]""",
+        """quantization_config: {linear: fp8} | mamba_ssm_cache_dtype: float16 | model: other | model_weights: other
+        hf_overrides: {rope_theta: 5} | hf_overrides: {head_dtype: float32, rope_theta: 5} | tokenizer: other
+        hf_config_path: other | model_class_overrides: {A: "b:C"} | disable_sliding_window: true | seed: 0
+        override_generation_config: {top_k: 1} | logits_processors: ["a:B"] | watermark_config: {key: 1}
+        data_parallel_size: 2 | decode_context_parallel_size: 2 | enable_elastic_ep: true
+        kv_transfer_config: {kv_role: kv_both} | kv_offloading_size: 4""",
         "vllm",
     ),
     *_cases(
         """quantization_param_path: a.json | enable_tf32_matmul: true | modelopt_quant: fp8 | rl_quant_profile: a
-        moe_a2a_backend: deepep | kt_method: AMXINT4 | speculative_algorithm: EAGLE | speculative_num_steps: 2
-        enable_multi_layer_eagle: true | decoupled_spec_role: draft | dllm_algorithm: a | lora_paths: [a]
-        json_model_override_args: '{"rope_theta": 5}' | is_embedding: true | custom_weight_loader: [a.b]
-        forward_hooks: [{a: 1}] | enable_hisparse: true | preferred_sampling_params: {top_k: 1}
-        enable_custom_logit_processor: true | enable_watermark: true | tokenizer_worker_num: 2 | dist_init_addr: "h:1"
-        pp_size: 2 | dp_size: 2 | dcp_size: 2 | attn_cp_size: 2 | enable_dp_attention: true | use_ray: true
-        ep_num_redundant_experts: 2 | init_expert_location: a.json | disaggregation_mode: prefill
-        hicache_storage_backend: file | rl_on_policy_target: fsdp""",
+        kt_method: AMXINT4 | model_path: other | json_model_override_args: '{"rope_theta": 5}' | random_seed: 3
+        custom_weight_loader: [a.b] | forward_hooks: [{a: 1}] | tokenizer_path: other | enable_watermark: true
+        preferred_sampling_params: {top_k: 1} | enable_custom_logit_processor: true | pp_size: 2 | dp_size: 2
+        speculative_accept_threshold_acc: 0.5 | ep_num_redundant_experts: 2 | init_expert_location: a.json
+        disaggregation_mode: prefill | hicache_storage_backend: file""",
         "sglang",
     ),
 ]
+"""Values that break a guarantee, unless ``rollout.allow_engine_args`` names the argument."""
+
 UNCHANGED = [
-    *_cases("quantization: null | kv_cache_dtype: auto | enable_lora: false | nnodes: 1 | load_format: safetensors"),
+    *_cases("quantization: null | kv_cache_dtype: auto | nnodes: 1 | load_format: safetensors"),
+    *_cases("hf_overrides: {head_dtype: float32}", "vllm"),
+    *_cases("json_model_override_args: '{}' | pp_size: 1 | disaggregation_mode: 'null'", "sglang"),
+]
+
+PUBLISHED = [
     *_cases(
-        """hf_overrides: {head_dtype: float32} | speculative_config: null | watermark: 0.1
-        attention_backend: FLASH_ATTN | compilation_config: {mode: 3}""",
+        """gpu_memory_utilization: 0.6 | enforce_eager: false | enable_chunked_prefill: true | max_num_seqs: 1024
+        max_num_batched_tokens: 8192 | enable_prefix_caching: true | disable_log_stats: true | async_scheduling: true
+        enable_expert_parallel: true | disable_custom_all_reduce: true | compilation_config: {mode: 3}
+        speculative_config: {method: ngram, num_speculative_tokens: 2} | limit_mm_per_prompt: {image: 1}""",
         "vllm",
     ),
     *_cases(
-        """json_model_override_args: '{}' | pp_size: 1 | disaggregation_mode: 'null' | attention_backend: fa3
-        moe_a2a_backend: none | enable_fp32_lm_head: true | ep_size: 2""",
+        """mem_fraction_static: 0.7 | ep_size: 8 | cuda_graph_max_bs_decode: 256 | max_running_requests: 512
+        attention_backend: fa3 | moe_a2a_backend: deepep | deepep_mode: auto | enable_dp_lm_head: true
+        moe_dense_tp_size: 1 | speculative_algorithm: EAGLE | speculative_num_steps: 3 | speculative_eagle_topk: 1
+        speculative_num_draft_tokens: 4 | watchdog_timeout: 3600 | disable_radix_cache: true
+        chunked_prefill_size: 4096 | mamba_radix_cache_strategy: extra_buffer""",
         "sglang",
     ),
 ]
+"""Arguments in recipes of slime (its flags --sglang-*), verl (rollout.engine_kwargs) and NeMo-RL (vllm_kwargs)."""
 
 
-@pytest.mark.parametrize(("engine", "argument"), CHANGING)
-def test_arguments_that_change_the_model(engine: str, argument: str) -> None:
-    given = yaml.safe_load(argument)
-    rollout = RolloutConfig(engine=engine, engine_args=given)
-    (problem,) = engine_limits(engine).argument_problems(rollout, is_here=True)
-    assert problem.startswith(f"rollout.engine_args.{next(iter(given))}") and " is not supported: " in problem
+def _problems(engine: str, given: dict[str, Any], *allowed: str) -> list[str]:
+    rollout = RolloutConfig(engine=engine, engine_args=given, allow_engine_args=allowed)
+    return list(engine_limits(engine).argument_problems(rollout, is_here=True))
 
 
-@pytest.mark.parametrize(("engine", "argument"), UNCHANGED)
-def test_arguments_that_leave_the_model_the_same(engine: str, argument: str) -> None:
-    rollout = RolloutConfig(engine=engine, engine_args=yaml.safe_load(argument))
-    assert list(engine_limits(engine).argument_problems(rollout, is_here=True)) == []
+@pytest.mark.parametrize(("engine", "argument"), REFUSED)
+def test_arguments_that_break_a_guarantee(engine: str, argument: str) -> None:
+    (name,) = given = yaml.safe_load(argument)
+    (problem,) = _problems(engine, given)
+    limits = engine_limits(engine)
+    assert isinstance(limits, ServerLimits)
+    assert problem.startswith(f"rollout.engine_args.{name}={given[name]} is refused: {limits.refused[name]}; ")
+    assert _problems(engine, given, name) == []
+    rollout = RolloutConfig(engine=engine, engine_args=given, allow_engine_args=(name, "other"))
+    assert limits.lifted_arguments(rollout) == given
+    (note,) = limits.argument_notes(rollout)
+    assert name in note and limits.refused[name] in note
 
 
-NAMED_LIKE_CHANGES = re.compile(
-    "quant|dtype|fp[48]|int8|spec|lora|nodes|override|revision|load_format|eplb|redundant|[dcp]p_size"
-    "|(data|pipeline|context)_parallel_size|tokenizer_(mode|path|worker)|logits?_proc|sampling_p|generation_config"
-)
-HARMLESS = {
-    "num_gpu_blocks_override",
-    "numa_bind_nodes",
-    "per_request_spec_decode_metrics",
-    "enable_linear_replayssm_spec",  # of drafted tokens
-}
-"""Arguments that are named like others that change the model."""
+@pytest.mark.parametrize(("engine", "argument"), UNCHANGED + PUBLISHED)
+def test_other_arguments_are_taken(engine: str, argument: str) -> None:
+    assert _problems(engine, yaml.safe_load(argument)) == []
 
 
-def test_installed_arguments_are_covered() -> None:
-    """Every pattern matches an argument of an installed engine. Every argument named like one that changes the model
-    is rejected."""
+def test_untried_arguments_are_noted_once() -> None:
+    given = {"gpu_memory_utilization": 0.7, "enable_dbo": True, "performance_mode": "throughput", "max_num_seqs": 4}
+    (note,) = engine_limits("vllm").argument_notes(RolloutConfig(engine_args=given))
+    assert note.startswith("rollout.engine_args: enable_dbo, performance_mode has not been tried")
+
+
+def test_lifted_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They replace what the adapter itself would set."""
+    monkeypatch.setattr(sglang, "on_cpu", lambda: True)
+    model, given = write_checkpoint(tmp_path / "m"), {"dtype": "float16", "random_seed": 7}
+    found = []
+    for allowed in ((), ("dtype", "random_seed")):
+        rollout = {"engine": "sglang", "engine_args": given, "allow_engine_args": allowed}
+        config = RunConfig(run_dir=tmp_path, model={"path": model, "dtype": "float32"}, rollout=rollout)
+        reached = sglang.engine_arguments(config, 1, known=given)
+        found.append([reached["dtype"], reached["random_seed"]])
+    assert found == [["float32", 1], ["float16", 7]]
+
+
+def test_named_arguments_are_those_of_the_installed_engines() -> None:
     names = {"vllm": VLLM.known_arguments() or (), "sglang": _sglang_arguments()}
     if not all(names.values()):
         pytest.skip("needs vLLM and SGLang")
-    patterns = [pattern for group in CHANGES.values() for pattern in group.split()]
-    everything = {name for each in names.values() for name in each}
-    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in everything)] == []
-    assert [name for engine, known in names.items() for name in engine_limits(engine).owned if name not in known] == []
     for engine, known in names.items():
-        alike = {name for name in known if NAMED_LIKE_CHANGES.search(name) and not name.startswith(("_", "mm_"))}
-        rollout = RolloutConfig(engine=engine, engine_args=dict.fromkeys(alike, "other"))
-        problems = engine_limits(engine).argument_problems(rollout, is_here=True)
-        rejected = {problem.split("=")[0].split(" ")[0].rpartition(".")[2] for problem in problems}
-        assert alike - rejected - HARMLESS == set()
+        limits = engine_limits(engine)
+        assert isinstance(limits, ServerLimits)
+        assert {*limits.owned, *limits.refused, *limits.tried.split()} - set(known) == set()
 
 
 def _sglang_arguments() -> set[str]:
