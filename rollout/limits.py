@@ -66,11 +66,13 @@ class ServerLimits(OwnLimits):
     Attributes:
         owned: arguments that the adapter sets, whatever the value, with the remedy or the reason.
         refused: arguments that would break a guarantee, and which. ``rollout.allow_engine_args`` lifts a refusal.
+        drafts: arguments that turn speculative decoding on.
         tried: further arguments that ran in training. A note names those that are neither.
     """
 
     owned: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    drafts: Collection[str] = ()
     tried: str = ""
     spans_nodes: bool = True
     splits_heads: bool = True
@@ -86,6 +88,11 @@ class ServerLimits(OwnLimits):
             elif name not in rollout.allow_engine_args and self._changes(name, value):
                 remedy = f"remove it, or add {name} to rollout.allow_engine_args to train without this guarantee"
                 yield f"rollout.engine_args.{name}={value} is refused: {self.refused[name]}; {remedy}"
+        drafts = [name for name in arguments.keys() & {*self.drafts} if arguments[name] is not None]
+        if drafts and rollout.bounded_top_k != -1 and drafts[0] not in rollout.allow_engine_args:
+            problem = "supports of drafted tokens have not been compared with the trainer's"
+            remedy = "use top_p: 1, top_k: -1 and min_p: 0 of rollout, or add it to rollout.allow_engine_args"
+            yield f"rollout.engine_args.{drafts[0]} with truncated sampling: {problem}; {remedy}"
         share = arguments.get(self.share_argument, 1)
         if not (is_number(share) and share <= 1):
             yield f"rollout.engine_args.{self.share_argument}={share} must be a number above 0, at most 1"
@@ -95,10 +102,13 @@ class ServerLimits(OwnLimits):
         return {name: arguments[name] for name in rollout.allow_engine_args if name in arguments.keys() & self.refused}
 
     def argument_notes(self, rollout: RolloutConfig) -> Iterator[str]:
+        arguments = rollout.engine_args_of(self.name)
         for name, value in self.lifted_arguments(rollout).items():
             yield f"rollout.allow_engine_args lifts a guarantee: engine_args.{name}={value}, but {self.refused[name]}"
+        if any(_is_model(arguments.get(name)) for name in self.drafts):
+            yield "the weight sync does not reach the draft model, so its tokens are accepted less as the policy moves"
         known = {*self.tried.split(), *self.refused, self.share_argument}
-        if untried := sorted(rollout.engine_args_of(self.name).keys() - known):
+        if untried := sorted(arguments.keys() - known):
             guards = "the probe of every sync and the metric engine_gap_mean show if the engine computes another model"
             yield f"rollout.engine_args: {', '.join(untried)} has not been tried in training; {guards}"
 
@@ -124,6 +134,12 @@ class ServerLimits(OwnLimits):
 
     def keeps_weights(self, config: RunConfig, dimensions: ModelDimensions) -> bool:
         return config.samples_after_saves or must_stay(config, dimensions)
+
+
+def _is_model(drafts: Any) -> bool:
+    """Return whether a value of ``ServerLimits.drafts`` describes a model, not a search for repeated tokens."""
+    method = drafts.get("method", "model") if isinstance(drafts, Mapping) else drafts
+    return method is not None and str(method).lower() not in ("ngram", "ngram_gpu", "suffix")
 
 
 def is_number(value: Any) -> bool:

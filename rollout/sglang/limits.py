@@ -67,6 +67,7 @@ LIMITS = SglangLimits(
             Guarantee.CACHE: "disaggregation_mode hicache_storage_backend enable_lmcache enable_flexkv",
         }
     ),
+    drafts=("speculative_algorithm",),
     tried="attention_backend chunked_prefill_size cuda_graph_max_bs_decode disable_cuda_graph disable_overlap_schedule "
     "disable_radix_cache enable_fp32_lm_head enable_memory_saver enable_weights_cpu_backup ep_size log_level "
     "max_running_requests max_total_tokens page_size",

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rollout.limits import on_cpu, sequences_at_once, sleep_mode
-from rollout.vllm.limits import LIMITS
+from rollout.vllm.limits import DRAFTS, LIMITS
 from slime_like.config import ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
@@ -79,6 +79,8 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     if not cpu or config.rollout.bounded_top_k > 0:
         given["hf_overrides"] = given.get("hf_overrides") or {"head_dtype": "float32"}
+    if given.keys() & DRAFTS:
+        given.setdefault("per_request_spec_decode_metrics", "summary")  # for the metric rollout/accepted_length
     if config.sync.quantization != "none":
         settings = load_option("quantized-settings")(header_shapes(config.model.path))
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), "quantization_config": settings}

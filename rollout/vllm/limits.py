@@ -16,6 +16,8 @@ from slime_like.models.dimensions import ModelDimensions
 
 _LARGEST_RANK = 512
 _CACHE = "kv_cache_memory_bytes"
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Arguments of speculative decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,8 @@ LIMITS = VllmLimits(
             Guarantee.CACHE: "kv_transfer_config kv_offloading_size",
         }
     ),
+    drafts=DRAFTS,
     tried="async_scheduling attention_backend block_size compilation_config enable_expert_parallel "
     "enable_nccl_comm_suspend enable_prefix_caching enable_sleep_mode enforce_eager kv_cache_memory_bytes "
-    "max_num_batched_tokens max_num_seqs return_sampling_mask",
+    "max_num_batched_tokens max_num_seqs return_sampling_mask speculative_config",
 )

@@ -10,6 +10,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import logprobs as of_engine
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from rollout.requests import finish_reason, sample_seed, stop_ids, supports_of, weight_versions
 from rollout.vllm.arguments import MOST_TIES
@@ -94,7 +95,14 @@ def _generation(
         finish_reason=finish_reason(request, "vLLM", sample.finish_reason, repr(sample.finish_reason)),
         prompt_logprobs=prompt_logprobs,
         supports=supports,
+        drafts=_drafts(sample.spec_decode_metrics),
     )
+
+
+def _drafts(metrics: RequestSpecDecodeMetrics | None) -> tuple[int, int]:
+    """Return the passes that checked drafted tokens, and the accepted ones, from a histogram over passes."""
+    passes = [] if metrics is None else metrics.histogram
+    return sum(passes), sum(accepted * count for accepted, count in enumerate(passes))
 
 
 def _masked(sample: CompletionOutput, token_ids: np.ndarray) -> Supports:

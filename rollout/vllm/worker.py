@@ -11,6 +11,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -18,6 +20,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample import rejection_sampler
 
 from rollout.vllm.arguments import BACKEND, LORA_ID
 from rollout.weight_update import RankAnswer, attempt, function_of, take_factors
@@ -34,6 +37,15 @@ else:
     _Worker = object  # vLLM makes the extension a base class of its worker
 
 
+def _expand(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> Tensor:
+    """Repeat each request's value of ``x`` (batch,) for its drafted tokens. vLLM 0.32 has a kernel for CPUs that writes
+    floats to a copy, so temperature, top-p and top-k of drafted tokens would be what their memory had before."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)[:num_tokens]
+
+
 class BucketTransferEngine(WeightTransferEngine[Any, Any]):
     """Weight-transfer engine that passes buckets with Hugging Face names to vLLM's layerwise reload."""
 
@@ -44,6 +56,7 @@ class BucketTransferEngine(WeightTransferEngine[Any, Any]):
         _end_with_parent()
         if self.device.type == "cpu":
             keep_freed_memory()
+            rejection_sampler.expand_batch_to_tokens = _expand
         else:  # SGLang's workers do this themselves
             stay_near(f"GPU-{gpu_uuid(self.device.index)}")
 

@@ -157,6 +157,7 @@ class Generation:
         supports: the tokens that each token was drawn from, if training truncates the distribution; ``logprobs`` are
             then over these. Observations have none.
         fields: further tensors of the row by name, each a ``TensorField`` over "inputs" of ``SampledFields``.
+        drafts: with speculative decoding, the number of passes that checked drafted tokens, and of accepted tokens.
     """
 
     token_ids: np.ndarray
@@ -168,6 +169,7 @@ class Generation:
     segments: tuple[Segment, ...] = ()
     supports: Supports | None = None
     fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+    drafts: tuple[int, int] = (0, 0)
 
     def extending(self, earlier: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the fields after a turn with ``earlier`` ones, which keep what was recorded when they were sampled."""

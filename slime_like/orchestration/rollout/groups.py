@@ -36,6 +36,7 @@ class Groups:
 
     Attributes:
         table: all groups, and the position of the batches.
+        drafts: of every response since it was last cleared, ``Generation.drafts``, if tokens were drafted.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Groups:
         self.config = config
         self.engines = engines
         self.roles = roles
+        self.drafts: list[tuple[int, int]] = []
         self._scorer = scorer
         self._arrived: dict[Group, GroupedUnscoredTrajectories] = {}  # samples of the next call of the scorer
         self._call: asyncio.Future[list[RewardedGroup]]
@@ -142,6 +144,7 @@ class Groups:
         group.accepted = asyncio.get_running_loop().create_future()
         while True:
             answers = await self.engines.generate(request, lost)
+            self.drafts += [answer.drafts for answer in answers if any(answer.drafts)]
             samples = to_group(group.prompt, answers, request.sampling.temperature, request.greedy)
             if self.table.settle(group, await self._reward(group, samples)):
                 break

@@ -238,8 +238,15 @@ class SampledGroups(Source):
             "rollout/dropped_prompts": float(self._dropped_prompts - before),
             **{name: value for role in self._groups.roles for name, value in role.take_work(step_s).items()},
             **self._report.metrics(step_s),
+            **self._accepted_drafts(),
         }
         return SourceFigures(metrics, notes, table.take_failed())
+
+    def _accepted_drafts(self) -> dict[str, float]:
+        """Return the mean tokens of a pass that checked drafted tokens: the accepted ones, and the next."""
+        found, self._groups.drafts = self._groups.drafts, []
+        passes, accepted = (sum(each[at] for each in found) for at in (0, 1))
+        return {"rollout/accepted_length": 1 + accepted / passes} if passes else {}
 
 
 def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:

@@ -273,6 +273,29 @@ def test_untried_arguments_are_noted_once() -> None:
     assert note.startswith("rollout.engine_args: enable_dbo, performance_mode has not been tried")
 
 
+@pytest.mark.parametrize(
+    ("engine", "drafts", "is_model"),
+    [
+        ("vllm", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, False),
+        ("vllm", {"speculative_config": {"method": "eagle3", "model": "head"}}, True),
+        ("vllm", {"speculative_config": {"model": "small"}}, True),
+        ("sglang", {"speculative_algorithm": "NGRAM"}, False),
+        ("sglang", {"speculative_algorithm": "EAGLE"}, True),
+    ],
+)
+def test_drafted_tokens(engine: str, drafts: dict[str, Any], is_model: bool) -> None:
+    """Their supports are unknown, and a sync does not reach a draft model."""
+    rollout = RolloutConfig(engine=engine, engine_args=drafts)
+    limits = engine_limits(engine)
+    assert list(limits.argument_problems(rollout, is_here=True)) == []
+    assert any("does not reach the draft" in note for note in limits.argument_notes(rollout)) is is_model
+    truncated = rollout.model_copy(update={"top_p": 0.9})
+    (problem,) = limits.argument_problems(truncated, is_here=True)
+    assert problem.startswith(f"rollout.engine_args.{next(iter(drafts))} with truncated sampling: ")
+    allowed = truncated.model_copy(update={"allow_engine_args": tuple(drafts)})
+    assert list(limits.argument_problems(allowed, is_here=True)) == []
+
+
 def test_lifted_arguments_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They replace what the adapter itself would set."""
     monkeypatch.setattr(sglang, "on_cpu", lambda: True)
