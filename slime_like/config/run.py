@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from slime_like.config import sections
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section, until_invalid
+from slime_like.config.health import HealthConfig
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, RewardConfig, RolloutConfig, SyncConfig
@@ -47,6 +48,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     logging: sections.LoggingConfig = sections.LoggingConfig()
+    health: HealthConfig = HealthConfig()
     debug: sections.DebugConfig = sections.DebugConfig()
     profile: sections.ProfileConfig = sections.ProfileConfig()
     cluster: sections.ClusterConfig = sections.ClusterConfig()

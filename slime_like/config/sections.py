@@ -271,6 +271,9 @@ class LoggingConfig(Section):
     wandb_entity: str | None = Field(None, description="W&B user or team.")
     wandb_group: str | None = Field(None, description="W&B group.")
     wandb_tags: tuple[str, ...] = Field((), description="W&B tags.")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="Port on 127.0.0.1 for [Prometheus](metrics.md#prometheus)."
+    )
     progress: Literal["auto", "live", "plain", "off"] = "auto"
     """Progress display; auto: live on a terminal, else plain lines."""
 

@@ -1,5 +1,7 @@
 """Metrics on disk: JSON lines, read and written, and optionally TensorBoard and Weights & Biases."""
 
+from __future__ import annotations
+
 import json
 import math
 import mmap
@@ -11,11 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import DataError, SlimeLikeError
+from slime_like.plugins.options import load_option
 from slime_like.system.disk import refusal
+
+if TYPE_CHECKING:
+    from slime_like.observability.prometheus import PrometheusTracker
 
 METRICS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "report.html", "profiles"
 WANDB_ID = "wandb_id"
@@ -37,11 +43,13 @@ class MetricLogger:
     def __init__(self, config: LoggingConfig, run_dir: Path, finished_steps: int = 0) -> None:
         self._run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[WandbTracker | TensorBoardTracker] = []
+        self._trackers: list[WandbTracker | TensorBoardTracker | PrometheusTracker] = []
         if config.wandb:  # first, because its start may fail
             self._trackers.append(WandbTracker(config, run_dir))
         if config.tensorboard:
             self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
+        if config.prometheus_port:
+            self._trackers.append(load_option("prometheus")(config.prometheus_port))
         self._file = open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -22,6 +22,7 @@ ACCURACY = "evaluation/accuracy"
 FAILURES = "ref_actor_rewards/scoring_failures"
 HELD_OUT_FAILURES = "evaluation/scoring_failures"
 IDLE_TIME = f"{PERFORMANCE}/time_idle (s)"
+IDLE_SHARE, WAITING_SHARE = f"{PERFORMANCE}/pct_time_idle (%)", f"{PERFORMANCE}/pct_time_waiting_buffer (%)"
 ROLLOUT_SPEED = "rollout/tokens_per_second"
 SCORING_SPEED = "score/tokens_per_second"
 CONVERSION_SPEED = "convert/gigabytes_per_second"
@@ -29,6 +30,14 @@ CONVERSION_SPEED = "convert/gigabytes_per_second"
 FLAT_GROUPS = "rollout/zero_spread_groups"
 GROUPS = "rollout/groups"
 TURN_LIMIT = "rollout/turn_limit_fraction"
+LENGTH = "rollout/response_length_mean"
+TRUNCATED, ABORTED = "rollout/truncated_fraction", "rollout/aborted_fraction"
+REPEATED, ZERO_ADVANTAGES = "rollout/repeated_fraction", "rollout/zero_advantage_fraction"
+FAILED = "ref_actor_rewards/failed_fraction"
+IDLE_ENGINES = "queues/idle_engines"
+ENTROPY = "train_actor_training/entropy"
+PERPLEXITY, ENGINE_PERPLEXITY = "train_actor_training/perplexity", "train_actor_training/engine_perplexity"
+EXPLAINED_VARIANCE = "train_critic/explained_variance"
 REWARD_OF = "ref_actor_rewards/rewards_func_"
 SOURCES, SOURCE_REWARD = "sources/", "/total_reward_mean"
 
@@ -127,12 +136,12 @@ FIGURES = (
     (LOSS, "loss", "{:.4g}"),
     (REWARD, "reward", "{:.3f}"),
     (ACCURACY, "accuracy", "{:.3f}"),
-    ("rollout/response_length_mean", "response tokens", "{:.0f}"),
-    ("rollout/truncated_fraction", "cut off", "{:.0%}"),
+    (LENGTH, "response tokens", "{:.0f}"),
+    (TRUNCATED, "cut off", "{:.0%}"),
     (TURN_LIMIT, "out of turns", "{:.0%}"),
     (FLAT_GROUPS, "flat groups", "{:.0f}"),
     (KL, "KL", "{:.3g}"),
-    ("train_actor_training/entropy", "entropy", "{:.2f}"),
+    (ENTROPY, "entropy", "{:.2f}"),
     ("train_actor_training/grad_norm", "grad norm", "{:.3g}"),
     (ROLLOUT_SPEED, "rollout tokens/s", "{:,.0f}"),
     (SCORING_SPEED, "tokens/s", "{:,.0f}"),

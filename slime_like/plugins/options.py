@@ -41,6 +41,9 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "quantized-export": "slime_like.weights.quantization:quantize_export",
         "quantized-shapes": "slime_like.weights.quantization:with_scales",
         "quantized-settings": "slime_like.weights.quantization:checkpoint_settings",
+        # health.webhook, logging.prometheus_port
+        "webhook": "slime_like.observability.webhook:Webhook",
+        "prometheus": "slime_like.observability.prometheus:PrometheusTracker",
         # engines on several nodes
         "engine-store": "slime_like.weights.transports.collective:serve_store",
     }

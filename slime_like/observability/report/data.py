@@ -11,6 +11,7 @@ from typing import Any
 from slime_like.config.reading.load import read_yaml
 from slime_like.errors import SlimeLikeError
 from slime_like.observability import metrics
+from slime_like.observability.health import EVENTS_FILE
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE, Row
@@ -23,7 +24,7 @@ CONFIG_FILE = "config.yaml"
 NEWEST_ROWS = 2_000
 NEWEST_TOKENS = 50_000
 
-_LOG_BYTES = 2**16
+_LOG_BYTES, _SHOWN_ALARMS = 2**16, 5
 _AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
 # Control characters affect a terminal. Direction marks, invisible characters and lone surrogates hide what a text says.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -49,6 +50,7 @@ class RunData:
         config: the resolved configuration as plain values; empty if the directory has none.
         config_text: the same as text; ``None`` if the directory has none.
         profiles: traces of profiled steps, relative to the directory.
+        alarms: rows of ``health.Alarm``, oldest first, without steps that a resumed run repeated.
         failure: the error that ended the run's last start; ``None`` if it is running, finished or was killed.
     """
 
@@ -59,6 +61,7 @@ class RunData:
     tables: dict[str, StoredTable]
     failure: str | None
     profiles: tuple[str, ...] = ()
+    alarms: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def trained_steps(self) -> int:
@@ -99,7 +102,10 @@ def read_run(run_dir: Path) -> RunData:
     tables = [_read_table(path) for path in files]
     profiles = sorted(str(path.relative_to(run_dir)) for path in run_dir.glob(f"{metrics.PROFILES}/*/*.json.gz"))
     named = {table.name: table for table in tables}
-    return RunData(run_dir, config, config_text, records, named, failure, tuple(profiles))
+    path = run_dir / EVENTS_FILE
+    events = [row for _, row in metrics.read_lines(path) if "rule" in row] if path.is_file() else []
+    alarms = metrics.current_records(events)
+    return RunData(run_dir, config, config_text, records, named, failure, tuple(profiles), tuple(alarms))
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
@@ -153,6 +159,9 @@ def _results(run: RunData) -> list[tuple[str, str]]:
         text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {pluralize(window, 'step')})"
         short = f"{means[-1]:.3f} (of {pluralize(window, 'step')})"
         entries.append(("mean reward", text if len(rewards) > window else short))
+    raised = [f"{row['rule']} at step {row['step']}" for row in run.alarms if row["severity"] != "cleared"]
+    more = f"; {len(raised) - _SHOWN_ALARMS} before" if len(raised) > _SHOWN_ALARMS else ""
+    entries.append(("alarms", ", ".join(raised[-_SHOWN_ALARMS:]) + more))
     entries.append(("scoring failures", _scoring_failures(run)))
     bad = run.non_finite_steps(LOSS)
     if bad:

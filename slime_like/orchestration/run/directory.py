@@ -16,6 +16,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
+from slime_like.observability.health import EVENTS_FILE
 from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
 from slime_like.observability.progress import DRIVER_LOG
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
@@ -31,7 +32,7 @@ EXPORT, CRITIC_EXPORT = "hf", "critic_hf"
 """Name of the trained model's Hugging Face directory."""
 
 _WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
-_WRITTEN += ("checkpoints", "tables", "tensorboard")
+_WRITTEN += ("checkpoints", "tables", "tensorboard", EVENTS_FILE)
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ: tuple[str, ...] = (

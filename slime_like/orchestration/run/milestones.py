@@ -8,6 +8,7 @@ from typing import Any
 
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.config.roles import CRITIC, POLICY
+from slime_like.errors import SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
@@ -74,8 +75,13 @@ class Milestones:
         config = self._run.config
         if is_due(step, config.evaluation.every, config.steps):
             self._evaluate(step)
-        if is_due(step, config.checkpoint.every, config.steps):
+        stop = self._recorder.alarms.stop if step < config.steps else None
+        if stop is not None or is_due(step, config.checkpoint.every, config.steps):
             self._save(step)
+        if stop is not None:
+            self._finish_save()
+            problem, remedy = f"step {step}: {stop.text}", f"remove health.stop_on={stop.rule} to continue nevertheless"
+            raise SlimeLikeError(problem, code="health-stop", who=f"health.{stop.rule}", remedy=remedy)
 
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, then write and return the summary. Call after the last step."""

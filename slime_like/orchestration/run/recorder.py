@@ -16,9 +16,11 @@ from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability import names
+from slime_like.observability.health import ends_in_a_loop
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
+from slime_like.orchestration.run.alarms import RunAlarms
 from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
@@ -30,8 +32,8 @@ from slime_like.trajectory import ScoredTrajectory
 
 # Reading memory from every rank costs a round trip, and peaks rarely change.
 _MEMORY_EVERY = 10
-# Consecutive steps without a policy gradient until a warning.
-_WARN_AFTER = 5
+# Responses of a step that are searched for loops.
+_SEARCHED = 64
 # Groups whose rewards differ by less than this, by rounding only, have no gradient.
 _ZERO_SPREAD = 1e-6
 
@@ -46,7 +48,7 @@ class StepRecorder:
         self._trained_tokens = 0
         self._trained_s = 0.0
         self._memory: dict[str, float] = {}
-        self._flat_steps = 0
+        self.alarms = RunAlarms(run)
         self._failures = ScoringFailures()
         self._watches_programs = bool(run.config.rollout.agent.command)
 
@@ -82,11 +84,12 @@ class StepRecorder:
             **trained.scoring,
         }
         self.note(*figures.notes)
+        alarms = self.alarms.check(step, metrics)
+        metrics |= self.alarms.health.metrics
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
         if run.source.has_rewards:
-            self._show_samples(step, trained, figures.failed)
-            self._warn_of_flat_rewards(step, trained.trajectories)
+            self._show_samples(step, trained, figures.failed, bool(alarms))
 
     @cached_property
     def _dimensions(self) -> ModelDimensions:
@@ -125,22 +128,14 @@ class StepRecorder:
             **rollout_metrics(rollouts, step, sum(times.values()) if asynchronous else times["generate"]),
         }
 
-    def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory]) -> None:
+    def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory], is_due: bool) -> None:
         run, debug = self._run, self._run.config.debug
-        is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
+        is_due |= step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due and trained.updates:
             policy, limit = run.policy, debug.samples_per_step
             tables = debug_tables(step, trained.trajectories, policy, trained.updates[-1], run.decode, limit, failed)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
-
-    def _warn_of_flat_rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
-        has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
-        self._flat_steps = 0 if has_gradient else self._flat_steps + 1
-        if self._flat_steps == _WARN_AFTER:
-            steps = f"steps {step - _WARN_AFTER + 1} to {step}"
-            problem = "for every prompt, all responses got the same reward, so there was no policy gradient"
-            self.note(f"{steps}: {problem}; use prompts that are sometimes solved, or more samples per prompt")
 
 
 def reward_metrics(
@@ -167,6 +162,7 @@ def reward_metrics(
         f"{prefix}/successes_mean": float(successes.mean()),
         names.REWARD: float(totals.mean()),
         names.FAILURES: float(len(outcomes)),
+        names.FAILED: names.ratio(len(outcomes), len(metadata)),
         f"{prefix}/unscored_answers": float(unscored),
         **{f"{prefix}/failures_{name}": float(outcomes.count(name)) for name in (MASKED, RESAMPLED, ZEROED)},
         **metrics,
@@ -181,11 +177,15 @@ def rollout_metrics(rollouts: Rollouts, step: int, seconds: float) -> dict[str, 
     # Versions between the oldest token and n - 1, the weights that step n trains.
     staleness = [0 if (oldest := rollout.oldest_version) is None else step - 1 - oldest for rollout in rollouts]
     turns = [count for rollout in rollouts if (count := _turns(rollout))]
+    searched = rollouts[:: -(-len(rollouts) // _SEARCHED)]
     rows = [len(rollout.rows) for rollout in rollouts]
     metrics = {
-        "rollout/response_length_mean": fmean(lengths),
+        names.LENGTH: fmean(lengths),
         "rollout/response_length_max": float(max(lengths)),
-        "rollout/truncated_fraction": ends.count("length") / len(ends),
+        names.TRUNCATED: ends.count("length") / len(ends),
+        names.ABORTED: ends.count("abort") / len(ends),
+        names.REPEATED: fmean(ends_in_a_loop(rollout.last.response_tokens.numpy()) for rollout in searched),
+        names.ZERO_ADVANTAGES: fmean(not any(row.advantages.any() for row in rollout.rows) for rollout in rollouts),
         "rollout/staleness_mean": fmean(staleness),
         "rollout/staleness_max": float(max(staleness)),
     }

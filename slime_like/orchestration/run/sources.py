@@ -15,6 +15,7 @@ from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
+from slime_like.observability import names
 from slime_like.observability.metrics import PROFILES, MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.observability.timing import PhaseClock
@@ -168,6 +169,7 @@ class SampledGroups(Source):
         self._dropped_prompts = 0
         self._notes: list[str] = []
         self._is_first_step = True
+        self._engines_idle = False
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         self._prepare_devices(clock)
@@ -199,6 +201,7 @@ class SampledGroups(Source):
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         self._groups.trained(trajectories, step)
+        self._engines_idle = len(self._groups.table.at()) == len(self._groups.table.at(READY))
         self._groups.table.serve(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,6 +243,8 @@ class SampledGroups(Source):
             **self._report.metrics(step_s),
             **self._accepted_drafts(),
         }
+        if self._groups.config.rollout.max_staleness:
+            metrics[names.IDLE_ENGINES] = float(self._engines_idle)
         return SourceFigures(metrics, notes, table.take_failed())
 
     def _accepted_drafts(self) -> dict[str, float]:

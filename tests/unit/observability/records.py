@@ -38,6 +38,11 @@ def rate(lengths: list[int]) -> float:
     return 6 * ((24 * layer + 151_936 * 896) * sum(lengths) + 24 * 14 * (64 + 64) * pairs) / 1e12
 
 
+_RULES = """
+    slow_phase idle_trainers idle_engines failed_samples engine_gap entropy_cliff length_cliff truncated no_gradient
+    reward_flat repeated_text explained_variance disk
+"""
+HEALTH = {f"health/{rule}": 0.0 for rule in _RULES.split()}
 _EXTREMES = ("ratios", "old_gap_max", "engine_gap_max", "learning_rate", "num_tokens")
 _ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
@@ -45,6 +50,7 @@ _ZEROS = """
     routing_disagreement rejected_fraction engine_chi_square importance_ess perplexity engine_perplexity
 """
 RL_METRICS = {
+    **HEALTH,
     **{f"train_actor_training/{name}": 0.0 for name in _ZEROS.split()},
     # means over two optimizer steps, except old_gap_max (first), engine_gap_max (largest), learning_rate (last)
     "train_actor_training/loss": 2.0,
@@ -89,6 +95,7 @@ RL_METRICS = {
     "ref_actor_rewards/scoring_failures": 0.0,
     **dict.fromkeys((f"ref_actor_rewards/failures_{outcome}" for outcome in ("masked", "resampled", "zeroed")), 0.0),
     "ref_actor_rewards/unscored_answers": 0.0,
+    "ref_actor_rewards/failed_fraction": 0.0,
     "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
     "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
     "ref_actor_rewards/rewards_func_length_mean": 1.2,
@@ -103,6 +110,9 @@ RL_METRICS = {
     "rollout/response_length_mean": 16.0,
     "rollout/response_length_max": 30.0,
     "rollout/truncated_fraction": 0.4,
+    "rollout/aborted_fraction": 0.0,
+    "rollout/repeated_fraction": 0.0,
+    "rollout/zero_advantage_fraction": 0.0,
     "rollout/turns_mean": 1.8,
     "rollout/rows_mean": 1.6,
     "rollout/turn_limit_fraction": 0.0,
@@ -128,6 +138,7 @@ RL_METRICS = {
     "weights/verification (%)": 10.0,
 }
 SFT_METRICS = {
+    **HEALTH,
     **{f"train_actor_training/{name}": 0.0 for name in _ZEROS.split()},
     "train_actor_training/loss": 2.0,
     **dict.fromkeys((f"train_actor_training/{name}" for name in _EXTREMES), 0.0),

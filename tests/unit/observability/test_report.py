@@ -250,6 +250,25 @@ def test_summary_of_an_unusual_run(
     assert marks == ([2, 3] if logged is LOSSES else [])
 
 
+def test_alarms_link_to_the_samples_of_their_step(tmp_path: Path, run_dir: Path) -> None:
+    """Rows of steps that a resumed run repeated, and rows of other kinds, are left out. The text stays text."""
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    alarm = {"rule": "disk", "severity": "alarm", "value": 0.51234, "threshold": 1.0, "text": HOSTILE[0]}
+    kinds = [(12, "warning"), (10, "warning"), (15, "alarm"), (20, "cleared"), (21, "warning")]
+    rows = [*(alarm | {"step": step, "severity": severity} for step, severity in kinds), {"step": 22, "event": "x"}]
+    (copy / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    page = Page(write_report(copy).read_text())
+    assert [each["href"] for tag, each in page.tags if tag == "a" and "step" in (each["href"] or "")] == [
+        "#step-10", "#step-20",
+    ]  # fmt: skip
+    assert sorted(each["id"] for _, each in page.tags if (each.get("id") or "").startswith("step-")) == [
+        "step-10", "step-20", "step-30",
+    ]  # fmt: skip
+    assert page.texts.count("disk") == 4 and "0.512" in page.texts and HOSTILE[0] in page.texts
+    assert dict(summary(read_run(copy)))["alarms"] == "disk at step 10, disk at step 15, disk at step 21"
+
+
 def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, {"train_actor_training/loss": 1.0})
     logger.log_table(1, "mine", [{"text": "x" * 5000, "flag": True, "list": [1, None], "nothing": None}])

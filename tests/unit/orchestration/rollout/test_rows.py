@@ -293,7 +293,8 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
 # ---------------------------------------------------------------------------------------------------------- figures
 def test_figures_of_a_step_count_rollouts() -> None:
     notes: list[str] = []
-    run: Any = SimpleNamespace(config=config(), source=Source(), progress=SimpleNamespace(note=notes.append))
+    progress = SimpleNamespace(note=notes.append)
+    run: Any = SimpleNamespace(config=config(), finished_steps=0, source=Source(), progress=progress)
     rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
         row.reward_metadata |= {"reason": "error", "outcome": "zeroed"}

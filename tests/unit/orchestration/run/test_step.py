@@ -11,6 +11,8 @@ import torch
 
 from slime_like import train as module
 from slime_like.config.reading.load import load_config
+from slime_like.observability.health import EVENTS_FILE
+from slime_like.observability.metrics import read_lines
 from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import StepRecorder
@@ -33,6 +35,7 @@ def group(step: int, advantage: float) -> list[ScoredTrajectory]:
 
 def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     flags = ["--run_dir", str(tmp_path), "--model.path", str(MODEL), "--debug.samples_per_step", "0"]
+    flags += ["--health.stop_on", "[no_gradient]"]
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=load_config(None, flags),
@@ -47,8 +50,11 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         recording.record(
             step, TrainedStep(group(step, advantage), [grpo_stats()], {}, PackTokens(16, 0)), phase_times()
         )
-    assert len(notes) == 1
-    assert notes[0].startswith("steps 7 to 11: for every prompt, all responses got the same reward")
+    (note,) = notes
+    assert note.startswith("step 11, warning of health.no_gradient: in 5 steps in a row, every advantage was 0")
+    (event,) = [row for _, row in read_lines(tmp_path / EVENTS_FILE)]
+    assert (event["step"], event["rule"], event["value"], event["threshold"]) == (11, "no_gradient", 5, 5)
+    assert recording.alarms.stop is not None and recording.alarms.stop.step == 11
 
 
 @pytest.mark.parametrize(("every", "steps"), [(3, [3, 6, 9, 10]), (0, [10]), (5, [5, 10])])

@@ -1,0 +1,63 @@
+"""Alarms of a run: what its health rules raise is told on the screen, in a file, and to a webhook."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from slime_like.observability.health import CHECKPOINT_SHARE, EVENTS_FILE, STEPS_KEPT, Alarm, Health
+from slime_like.observability.metrics import METRICS_FILE, current_records, open_for_append, read_lines, write_lines
+from slime_like.observability.names import STEP_TIME
+from slime_like.orchestration.run.sources import Run
+from slime_like.orchestration.trainer.checkpoint import latest_checkpoint
+from slime_like.plugins.options import load_option
+
+
+class RunAlarms:
+    """Health of a run, and the places that are told about its alarms.
+
+    Attributes:
+        health: state of the rules.
+        stop: alarm of a rule of ``health.stop_on``, which ends the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, config = run, run.config.health
+        self.health = Health(config, _history(run) if run.finished_steps else ())
+        self._post = load_option("webhook")(config.webhook, run.progress.note) if config.webhook else None
+        self._sized: tuple[Path | None, int] = None, 0
+        self.stop: Alarm | None = None
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Return what the step's metrics raise or clear, after it was told everywhere.
+
+        Raises ``SlimeLikeError`` if the disk rejects the events.
+        """
+        alarms = self.health.check(step, {**metrics, **self._disk()})
+        for alarm in alarms:
+            self._run.progress.note(f"step {step}, {alarm.severity} of health.{alarm.rule}: {alarm.text}")
+            with open_for_append(self._run.config.run_dir / EVENTS_FILE) as file:
+                write_lines(file, [asdict(alarm)])
+            if self._post is not None:
+                self._post(asdict(alarm))
+            if alarm.severity != "cleared" and alarm.rule in self._run.config.health.stop_on:
+                self.stop = alarm
+        return alarms
+
+    def _disk(self) -> dict[str, float]:
+        """Compare the size of a checkpoint with the free space; nothing before the first one."""
+        run_dir = self._run.config.run_dir
+        if (latest := latest_checkpoint(run_dir)) is None:
+            return {}
+        latest = latest.resolve()
+        if latest != self._sized[0]:
+            self._sized = latest, sum(path.stat().st_size for path in latest.rglob("*") if path.is_file())
+        return {CHECKPOINT_SHARE: self._sized[1] / max(1, shutil.disk_usage(run_dir).free)}
+
+
+def _history(run: Run) -> Iterator[Mapping[str, float]]:
+    """Yield the metrics of the last steps before the checkpoint that a run resumed from."""
+    lines = read_lines(run.config.run_dir / METRICS_FILE, 2 * STEPS_KEPT)  # an evaluation has a line, too
+    for record in current_records(line for _, line in lines):
+        if STEP_TIME in record and record["step"] <= run.finished_steps:
+            yield {name: value for name, value in record.items() if value is not None}
