@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
+from slime_like.data.chat_template import ChatTemplate, SpanFault
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row, fitting_format, in_format
-from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
 from slime_like.errors import DataError
 from slime_like.interfaces.samples import PromptInput
 from slime_like.models.tokenization import special_token_pattern, with_template_variables
 from slime_like.models.tower import placeholder_ids
+from slime_like.plugins.options import load_option
 
 _SHOWN = 10
 """Limit on the keys named in an error about a row without a prompt."""
@@ -153,8 +154,8 @@ class RowEncoder:
         return EncodedRow(prompt, answer, response, environment, tuple(spans), forks=tuple(starts[1:]))
 
     @cached_property
-    def _conversations(self) -> ConversationEncoder:
-        return ConversationEncoder(self._tokenizer, self._stop_token_ids)
+    def _conversations(self) -> Any:
+        return load_option("conversation-encoder")(self._tokenizer, self._stop_token_ids)
 
     def _environment(self, row: Row) -> dict[str, Any] | None:
         key = self._config.environment_key

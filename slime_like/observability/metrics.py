@@ -1,7 +1,5 @@
 """Metrics on disk: JSON lines, read and written, and optionally TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import math
 import mmap
@@ -13,18 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.plugins.options import load_option
 from slime_like.system.disk import refusal
 
-if TYPE_CHECKING:
-    from slime_like.observability.prometheus import PrometheusTracker
-
 METRICS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "report.html", "profiles"
 WANDB_ID = "wandb_id"
+
+
+class Tracker(Protocol):
+    """Another place for metrics. See ``MetricLogger``."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def close(self) -> None: ...
 
 
 class MetricLogger:
@@ -43,9 +46,9 @@ class MetricLogger:
     def __init__(self, config: LoggingConfig, run_dir: Path, finished_steps: int = 0) -> None:
         self._run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[WandbTracker | TensorBoardTracker | PrometheusTracker] = []
+        self._trackers: list[Tracker] = []
         if config.wandb:  # first, because its start may fail
-            self._trackers.append(WandbTracker(config, run_dir))
+            self._trackers.append(load_option("wandb")(config, run_dir))
         if config.tensorboard:
             self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
         if config.prometheus_port:
@@ -127,40 +130,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbTracker:
-    """Tracker that logs to one Weights & Biases run, named like the run directory.
-
-    The directory keeps the run's id, so later starts continue it. W&B ignores steps that it has already.
-    """
-
-    def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
-        import wandb
-
-        kept = run_dir / WANDB_ID
-        self._wandb: Any = wandb
-        self._run: Any = wandb.init(
-            project=config.wandb_project,
-            entity=config.wandb_entity,
-            group=config.wandb_group,
-            tags=config.wandb_tags or None,
-            name=run_dir.name,
-            dir=str(run_dir),
-            id=kept.read_text(encoding="utf-8") if kept.exists() else None,
-            resume="allow",
-        )
-        kept.write_text(self._run.id, encoding="utf-8")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({name: table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

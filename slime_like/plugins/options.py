@@ -17,6 +17,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         # rollout.agent, rollout.environment
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",
+        # data.messages_key
+        "conversation-encoder": "slime_like.data.spans:ConversationEncoder",
         # model.lora
         "lora-start": "backends.common.trainer.lora:Initial",
         "lora-trial": "backends.common.trainer.lora:Trial",
@@ -41,7 +43,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "quantized-export": "slime_like.weights.quantization:quantize_export",
         "quantized-shapes": "slime_like.weights.quantization:with_scales",
         "quantized-settings": "slime_like.weights.quantization:checkpoint_settings",
-        # health.webhook, logging.prometheus_port
+        # logging.wandb, logging.prometheus_port, health.webhook
+        "wandb": "slime_like.observability.wandb:WandbTracker",
         "webhook": "slime_like.observability.webhook:Webhook",
         "prometheus": "slime_like.observability.prometheus:PrometheusTracker",
         # engines on several nodes

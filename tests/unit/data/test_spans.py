@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from slime_like.config import DataConfig
 from slime_like.config.reading.load import load_config
+from slime_like.data.chat_template import SpanFault
 from slime_like.data.prompts import PromptSource
-from slime_like.data.spans import ConversationEncoder, SpanFault
+from slime_like.data.spans import ConversationEncoder
 from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
