@@ -14,6 +14,7 @@
 # GPUS_PER_NODE      GPUs per node; default: this node's, else the recipe's
 # NODES_TIMEOUT_S    timeout for all nodes to join, 600
 # SILENCE_S   a node that does not answer for this time counts as lost, 30
+# RESTARTS    restarts after a death, -1 for any number; give the same on every node (docs/cluster.md); default: 0
 # PLAN=0      train without planning first
 # DRY_RUN=1   print the commands and start nothing
 #
@@ -57,6 +58,7 @@ fi
 [ -z "${GPUS_PER_NODE:-}" ] || options+=(--gpus_per_node "$GPUS_PER_NODE")
 [ -z "${NODES_TIMEOUT_S:-}" ] || options+=(--nodes_timeout_s "$NODES_TIMEOUT_S")
 [ -z "${SILENCE_S:-}" ] || options+=(--silence_s "$SILENCE_S")
+[ -z "${RESTARTS:-}" ] || options+=(--restarts "$RESTARTS")
 [ "${PLAN:-1}" = 1 ] || options+=(--no_plan)
 [ "${DRY_RUN:-0}" = 0 ] || options+=(--dry_run)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
-"""Exit codes of a command, or of a launched node, that did not succeed."""
+DONE, FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 0, 1, 2, 130, 141
+"""Exit codes of a command, or of a launched node."""
 
 _FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
 
@@ -155,6 +155,14 @@ class LaunchError(SlimeLikeError):
     code = "launch"
 
 
+class RunFinishedError(SlimeLikeError):
+    """There is nothing left to do: the run has finished already."""
+
+    code = "run-finished"
+
+
 def exit_code(error: SlimeLikeError) -> int:
     """Return the command's exit code for an error: bad input is rejected, anything else is a failed run."""
+    if isinstance(error, RunFinishedError):
+        return DONE
     return REFUSED if isinstance(error, ConfigError | DataError) else FAILED

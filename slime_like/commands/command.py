@@ -95,6 +95,19 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def _at_least_minus_one(text: str) -> int:
+    return -1 if text == "-1" else at_least_one(text) if text != "0" else 0
+
+
+RESTARTS = option(
+    "--restarts",
+    type=_at_least_minus_one,
+    default=0,
+    metavar="N",
+    help="start again, from the newest checkpoint, up to N times after a death; -1: any number of times",
+)
+
+
 def has_flag(flags: Sequence[str], name: str) -> bool:
     """Return whether the flags contain ``--name value`` or ``--name=value``."""
     return name in flag_names(flags)

@@ -1,6 +1,7 @@
 """Unexpected errors as one sentence that names the file with the traceback."""
 
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -54,7 +55,9 @@ def keep_traceback(run_dir: Path | None) -> Iterator[None]:
         summary = f"{name}: {text[:_LONGEST]}" if text else name
         if isinstance(error, OSError) and error.filename is not None:
             summary = f"{os.fspath(error.filename)}: {error.strerror}"
-        raise with_notes(UnforeseenError(summary, remedy=remedy), error) from error
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        code = "disk-refused" if full else None
+        raise with_notes(UnforeseenError(summary, code=code, remedy=remedy), error) from error
 
 
 def _write(text: str, run_dir: Path | None) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slime_like.commands.command import Command, has_flag, option
+from slime_like.commands.command import RESTARTS, Command, has_flag, option
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError, Problem
-from slime_like.launch.commands import DEFAULT_PORT, LaunchOptions
+from slime_like.errors import FAILED, ConfigError, Problem
+from slime_like.launch.commands import DEFAULT_PORT, ExitNotes, LaunchOptions, RunVerdict
+from slime_like.launch.restarts import ENDED, Restarts, is_restarted, leave_cause
 from slime_like.system.gpus import local_gpus
 from slime_like.system.network import expand_node_list
 from slime_like.system.words import pluralize
@@ -35,6 +36,7 @@ _OPTIONS = (
     option("--ray_timeout_s", type=float, default=_GIVEN.ray_timeout_s, metavar="S", help=f"{_TIME} Ray to start"),
     option("--silence_s", type=float, default=_GIVEN.silence_s, metavar="S", help=f"{_TIME} a node to answer"),
     option("--stop_s", type=float, default=_GIVEN.stop_s, metavar="S", help=f"{_TIME} training to stop"),
+    RESTARTS,
     option("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first"),
     option("--dry_run", action="store_true", help="print what every node would do; start nothing"),
 )
@@ -53,12 +55,35 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0
+    if given.restarts and not is_restarted():
+        return _restarting(given, options, config)
     from slime_like.launch.nodes import launch
 
     verdict = launch(options, config)
-    if verdict.sentence:
+    if verdict.sentence and options.nodes > 1:  # on a single node, the command has printed it
         print(f"slime-like: {verdict.sentence}", file=sys.stderr)
+    if verdict.code == FAILED:
+        leave_cause(verdict.fault, verdict.sentence)
     return verdict.code
+
+
+def _restarting(given: argparse.Namespace, options: LaunchOptions, config: RunConfig) -> int:
+    """Run this command as a child, as often as needed. If node 0 gives up, the others learn it from its exit note."""
+    from slime_like.checks import training_needs
+    from slime_like.checks.check import require_valid
+
+    require_valid(config, training_needs(config) - {"code"})  # the child imports the code, and torch
+    first = given.argv if "--" in given.argv else [*given.argv, "--"]
+    place = first.index("--")
+    again = [*first[:place], "--no_plan", *first[place:]]  # the first start has planned
+
+    def leave_note(sentence: str) -> None:
+        if options.node_rank == 0 and options.nodes > 1:
+            ExitNotes(config.run_dir, options).leave(RunVerdict(FAILED, sentence, ENDED))
+
+    restarts = Restarts(config.run_dir, first, config.resume, given.restarts, again, options.node_rank)
+    restarts.on_end = leave_note
+    return restarts.run()
 
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
@@ -76,7 +101,8 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         "head": given.head or (names[0] if names else ""),
         "token_file": given.token_file.absolute() if given.token_file else None,
     }
-    del own["slurm_nodes"], own["dry_run"], own["gpus_per_node"]
+    for name in ("slurm_nodes", "dry_run", "gpus_per_node", "restarts", "argv"):
+        del own[name]
     return LaunchOptions(flags=flags, **own)
 
 

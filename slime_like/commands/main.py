@@ -1,7 +1,7 @@
 """The command ``slime-like``: errors for users as sentences, and exit codes.
 
 Exit codes: 0 done; 1 the run failed; 2 the command, the configuration or the data is rejected; 130 interrupted
-(Ctrl-C); 141 the reader of the output closed it.
+(Ctrl-C, SIGTERM, SIGHUP); 141 the reader of the output closed it.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slime_like.commands.failure import keep_traceback
-from slime_like.errors import INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
+from slime_like.errors import FAILED, INTERRUPTED, OUTPUT_CLOSED, ConfigError, SlimeLikeError, exit_code
 from slime_like.system.interrupts import InterruptHandler
 
 
@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlimeLikeError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]
         _complain([f"{problem} [{problem.code}]" for problem in problems], error)
+        if exit_code(error) == FAILED:
+            from slime_like.launch.restarts import leave_cause
+
+            leave_cause(error.code, str(error), error.who, error.phase)
         return exit_code(error)
     except BrokenPipeError:  # as in `slime-like report RUN_DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes when it exits

@@ -50,7 +50,9 @@ def run(argv: Sequence[str]) -> int:
     InterruptHandler().install()
     if "" not in sys.path:
         sys.path.append("")  # custom code in the current directory is found, after everything that is installed
-    return command.run(*command.parse(argv[len(command.name.split()) :]))
+    arguments, flags = command.parse(argv[len(command.name.split()) :])
+    arguments.argv = argv  # for --restarts
+    return command.run(arguments, flags)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,9 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime_like.checks import EVALUATION, RANKS, loading_needs
+from slime_like.checks import EVALUATION, RANKS, loading_needs, training_needs
 from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import (
+    RESTARTS,
     Command,
     find_weights,
     has_flag,
@@ -19,6 +20,7 @@ from slime_like.commands.failure import keep_traceback
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
+from slime_like.launch.restarts import Restarts, is_restarted
 from slime_like.system.processes import exempt_from_gc
 from slime_like.system.words import pluralize
 
@@ -34,6 +36,9 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.checks.check import check, require_valid
 
     config = load_config(arguments.config, flags, more=check)
+    if arguments.restarts and not is_restarted():
+        require_valid(config, training_needs(config) - {"code"})  # the child imports the code, and torch
+        return Restarts(config.run_dir, arguments.argv, config.resume, arguments.restarts).run()
     require_valid(config)
     with exempt_from_gc():
         from slime_like.train import train  # imports torch and Ray, so only after the checks
@@ -119,7 +124,8 @@ TRAIN = Command(
     "train a model",
     _train,
     f"Train the model that a YAML file and flags describe.{_FLAGS}",
-    usage=_USAGE,
+    (RESTARTS,),
+    usage=f"[--restarts N] {_USAGE}",
     paths=_FILE,
     epilog=fields_help,
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from slime_like.errors import DataError
+from slime_like.errors import DataError, SlimeLikeError
 
 FILE_NAME = "ledger.sqlite"
 _MODE = 0o600
@@ -48,6 +48,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE INDEX IF NOT EXISTS events_of_group ON events (group_id, number);
 """
 _BUSY_TIMEOUT_S = 10.0
+_REFUSALS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class Ledger:
 
     A write-ahead log lets others read while the run writes. It needs memory shared between processes, so the ledger of
     an active run can only be read on the same host. A file system that cannot map files is rejected. Raises
-    ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
+    ``DataError`` if the file is not a ledger or cannot have a write-ahead log, and ``SlimeLikeError`` if the disk
+    refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +121,7 @@ class Ledger:
             )
 
     def snapshot(self, path: Path) -> None:
-        """Copy all events so far into the new file ``path``. Raises ``DataError`` if the disk refuses."""
+        """Copy all events so far into the new file ``path``. Raises ``SlimeLikeError`` if the disk refuses."""
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
             self._database.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # a single file, readable where nothing may be written
@@ -153,7 +155,10 @@ class Ledger:
             self._database.close()
 
 
-def _unusable(path: Path, error: sqlite3.Error | OSError, remedy: str) -> DataError:
+def _unusable(path: Path, error: sqlite3.Error | OSError, remedy: str) -> SlimeLikeError:
+    """Describe a refusal of the disk, which may pass, or a file that is not a ledger."""
+    if isinstance(error, OSError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSALS:
+        return SlimeLikeError(str(error), code="disk-refused", who=str(path), remedy="free space there")
     return DataError(str(error), code="damaged-ledger", who=str(path), remedy=remedy)
 
 
@@ -171,7 +176,7 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
         problem, code, remedy = f"could not be written ({error})", "disk-refused", "free space there"
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
             code, remedy = "ledger-locked", "end the other writer, such as an open sqlite3 shell"
-        raise DataError(problem, code=code, who=str(path), remedy=remedy) from error
+        raise SlimeLikeError(problem, code=code, who=str(path), remedy=remedy) from error
 
 
 def audit_run(run_dir: Path) -> Audit:

@@ -8,6 +8,7 @@ the wait for nodes.
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -16,10 +17,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slime_like.errors import FAILED, ConfigError, LaunchError, SlimeLikeError, exit_code
+from slime_like.launch.restarts import ENDED, KILLED, how_ended
 from slime_like.system.disk import write_private
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.processes import child_command
@@ -29,6 +31,7 @@ _STOP_S = 10.0
 _PREFIX = "slime-like: "
 _LINES = 60
 _LOOK_EVERY_S = 0.1
+_CODE = re.compile(r" \[([\w.-]+)\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,11 @@ def launch_directory(run_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """Exit code of every node, and the cause if it is not 0."""
+    """Exit code of every node, and the cause if it is not 0. ``fault`` is the cause's error code."""
 
     code: int
     sentence: str = ""
+    fault: str = ""
 
 
 class NodeEndedError(LaunchError):
@@ -112,7 +116,7 @@ def failure(error: Exception, who: str = "") -> RunVerdict:
     if not isinstance(error, SlimeLikeError):
         return RunVerdict(FAILED, f"{who}: {type(error).__name__}: {error}")
     sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
-    return RunVerdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
+    return RunVerdict(exit_code(error), f"{who}: {sentence}" if who else sentence, error.code)
 
 
 class ExitNotes:
@@ -149,7 +153,7 @@ class ExitNotes:
             age_s = max(0.0, time.time() - modified)
             if age_s < self._patience_s and time.monotonic() > self._return_at:
                 note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not restarted"
-                raise NodeEndedError(RunVerdict(note.code, f"{ago}: {note.sentence}"))
+                raise NodeEndedError(replace(note, sentence=f"{ago}: {note.sentence}"))
 
     def _read(self, rank: int) -> RunVerdict:
         try:
@@ -189,7 +193,7 @@ def run_plan(options: LaunchOptions, run_dir: Path, environment: Mapping[str, st
         return verdict
     problems = json.loads(path.read_text(encoding="utf-8"))["problems"]
     cause = "; ".join(problems) or "it needs more memory than a GPU has; see its table on node 0"
-    return RunVerdict(verdict.code, f"slime-like plan: {cause}")
+    return RunVerdict(verdict.code, f"slime-like plan: {cause}", ENDED)
 
 
 def _plan_path(run_dir: Path) -> Path:
@@ -211,7 +215,12 @@ def run_command(
         raise
     finally:
         child.stop(stop_s)
-    return RunVerdict(code if code >= 0 else FAILED, f"slime-like {arguments[0]}: {child.sentence()}" if code else "")
+    if not code:
+        return RunVerdict(code)
+    sentence = child.sentence()
+    found = _CODE.search(sentence)
+    fault = KILLED if code < 0 else found[1] if found else ""
+    return RunVerdict(code if code > 0 else FAILED, f"slime-like {arguments[0]}: {sentence}", fault)
 
 
 class _Child:
@@ -252,7 +261,7 @@ class _Child:
         lines = list(self._lines)
         starts = [index for index, line in enumerate(lines) if line.startswith(_PREFIX)]
         if not starts:
-            return f"it ended with exit code {self._process.returncode}; its output there has the cause"
+            return f"it {how_ended(self._process.returncode)}; its output there has the cause"
         first = lines[starts[-1]].removeprefix(_PREFIX)
         listed = [line.removeprefix("  - ") for line in lines[starts[-1] + 1 :] if line.startswith("  - ")]
         return "; ".join(listed) or first

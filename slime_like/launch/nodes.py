@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import Any
@@ -44,6 +44,7 @@ _SETTLE_S = 5.0
 _POLL_S, _FOLLOW_EVERY_S = 0.25, 0.5
 _REMEDY = "restart to resume from the last checkpoint"
 _HEAR_S = 30.0
+_LOST = "node-lost"
 _PER_NODE = ("cluster.address", "cluster.object_store_mb")
 _DISTRIBUTIONS = (
     *("slime-like", "torch", "ray", "megatron-core", "numpy", "transformer-engine", "flash-attn"),
@@ -62,7 +63,7 @@ def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
         verdict = run_plan(options, config.run_dir, os.environ)
         if not verdict.code:
             verdict = run_command(train_arguments(options, None), os.environ, options.stop_s)
-        return RunVerdict(verdict.code)  # the command has printed the cause
+        return verdict
     notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
     try:
         return lead(options, config, notes) if options.node_rank == 0 else follow(options, config, notes)
@@ -75,7 +76,7 @@ def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
         raise
     except KeyboardInterrupt:
         take_interrupt()
-        notes.leave(RunVerdict(FAILED, f"interrupted on {here}"))
+        notes.leave(RunVerdict(FAILED, f"interrupted on {here}", _LOST))
         return RunVerdict(INTERRUPTED, f"interrupted on {here}")
 
 
@@ -129,7 +130,7 @@ def _require_free(address: str, port: int) -> None:
 
 
 def _name_place(place: Place, verdict: RunVerdict) -> RunVerdict:
-    return RunVerdict(verdict.code, f"{place}, {verdict.sentence}" if verdict.code else "")
+    return replace(verdict, sentence=f"{place}, {verdict.sentence}" if verdict.code else "")
 
 
 class _Members:
@@ -176,7 +177,7 @@ class _Members:
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
             if not member.alive:
                 raise LaunchError(
-                    f"{member.name} was lost during `{self._during}`: {member.end}", code="node-lost", remedy=_REMEDY
+                    f"{member.name} was lost during `{self._during}`: {member.end}", code=_LOST, remedy=_REMEDY
                 )
             if rank in self._missing:
                 self._place.report(f"{member.name} is here")
@@ -234,7 +235,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVe
         except KeyboardInterrupt:
             take_interrupt()
             verdict = RunVerdict(INTERRUPTED, f"interrupted on {place}")
-            head.end_run(RunVerdict(FAILED, f"{place}: interrupted there"))
+            head.end_run(RunVerdict(FAILED, f"{place}: interrupted there", _LOST))
     return verdict
 
 
@@ -318,4 +319,4 @@ class _Head:
             how = f"its connection ended ({error})" if error.refused else f"it is silent ({error})"
             lost = f"{self._place} has lost node 0 ({self._place.head}): {how}"
             remedy = "restart on all nodes to resume from the last checkpoint"
-            raise NodeEndedError(RunVerdict(FAILED, f"{lost}; {remedy}")) from error
+            raise NodeEndedError(RunVerdict(FAILED, f"{lost}; {remedy}", _LOST)) from error

@@ -18,7 +18,7 @@ from slime_like.errors import DataError, SlimeLikeError
 from slime_like.plugins.options import load_option
 from slime_like.system.disk import refusal
 
-METRICS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "report.html", "profiles"
+METRICS_FILE, RESTARTS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "restarts.jsonl", "report.html", "profiles"
 WANDB_ID = "wandb_id"
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -12,12 +13,14 @@ from functools import cache
 from types import FrameType
 
 _LOOK_EVERY_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InterruptHandler:
-    """Handler of Ctrl-C and SIGTERM that raises ``KeyboardInterrupt`` and remembers it in ``noted``.
+    """Handler of Ctrl-C, SIGTERM and SIGHUP that raises ``KeyboardInterrupt`` and remembers it in ``noted``.
 
-    So the interrupt is not lost, even if a library swallows the exception.
+    So the interrupt is not lost, even if a library swallows the exception. SIGHUP stays ignored where it is, as under
+    ``nohup``.
     """
 
     def __init__(self) -> None:
@@ -25,12 +28,15 @@ class InterruptHandler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.noted = True
+        if number == signal.SIGHUP:
+            _leave_terminal()
         raise KeyboardInterrupt
 
     def install(self) -> None:
-        """Handle both signals. Call in the main thread."""
-        signal.signal(signal.SIGINT, self)
-        signal.signal(signal.SIGTERM, self)
+        """Handle the signals. Call in the main thread."""
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self)
         sys.unraisablehook = self._swallowed
 
     def _swallowed(self, unraisable: "sys.UnraisableHookArgs") -> None:
@@ -70,8 +76,18 @@ def take_interrupt() -> None:
 
 
 def _handlers() -> Iterator[InterruptHandler]:
-    found = (signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
+    found = map(signal.getsignal, _SIGNALS)
     return (handler for handler in found if isinstance(handler, InterruptHandler))
+
+
+def _leave_terminal() -> None:
+    """Send the output nowhere if its terminal is gone: a failed write would cut the cleanup short."""
+    output = select.poll()
+    for descriptor in (1, 2):
+        output.register(descriptor, 0)
+    for descriptor, event in output.poll(0):
+        if event & (select.POLLHUP | select.POLLERR):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 class TimeLimitExceeded(Exception):

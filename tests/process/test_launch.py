@@ -23,6 +23,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.launch import commands, nodes
 from slime_like.launch.commands import LaunchOptions, RefusedError, RunVerdict, launch_directory
 from slime_like.launch.nodes import facts, launch
+from slime_like.launch.restarts import ENDED
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from tests.conftest import Tiny
@@ -143,9 +144,17 @@ def problem(server: GcsServer) -> RunVerdict:
 @pytest.mark.parametrize(
     ("different", "data", "expected"),
     [
-        ({"torch": "0"}, {}, RunVerdict(1, "torch=.*: NODE 0 has 0; use one environment or image on all nodes")),
-        ({"steps": "0"}, {}, RunVerdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes")),
-        ({}, {"train": [Path("none.jsonl")]}, RunVerdict(2, ".*none.jsonl")),
+        (
+            {"torch": "0"},
+            {},
+            RunVerdict(1, "torch=.*: NODE 0 has 0; use one environment or image on all nodes", "nodes-differ"),
+        ),
+        (
+            {"steps": "0"},
+            {},
+            RunVerdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes", "nodes-differ"),
+        ),
+        ({}, {"train": [Path("none.jsonl")]}, RunVerdict(2, ".*none.jsonl", "data.train")),
     ],
     ids=["version", "setting", "data"],
 )
@@ -155,7 +164,7 @@ def test_a_node_that_differs_from_node_0_ends_the_run(
     publish(server, config, **different)
     node = begin(server, config.model_copy(update={"data": config.data.model_copy(update=data)}))
     found = problem(server)
-    assert node.ended().verdict == found and found.code == expected.code
+    assert node.ended().verdict == found and (found.code, found.fault) == (expected.code, expected.fault)
     sentence = expected.sentence.replace("NODE 0", re.escape(NODE_0))
     assert re.match(f"{re.escape(node.place)}: {sentence}", found.sentence), found.sentence
     assert 1 not in server.nodes
@@ -166,7 +175,7 @@ def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConf
     node = begin(server, config)
     wait_until(lambda: 1 in server.nodes)
     server.ray.death = "Ray ended by itself"  # type: ignore[attr-defined]
-    assert problem(server) == RunVerdict(1, f"{node.place}: Ray ended by itself")
+    assert problem(server) == RunVerdict(1, f"{node.place}: Ray ended by itself", "ray-ended")
 
 
 def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
@@ -188,7 +197,7 @@ def test_ray_that_ends_on_node_0_ends_the_run(server: GcsServer, config: RunConf
     leader = head(server, config)
     server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
     sentence = f"{leader.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}"
-    assert leader.ended().verdict == RunVerdict(1, sentence)
+    assert leader.ended().verdict == RunVerdict(1, sentence, "ray-ended")
 
 
 def test_a_node_that_never_comes_is_named_on_the_others(server: GcsServer, config: RunConfig) -> None:
@@ -210,7 +219,7 @@ def test_a_node_with_another_key_ends_the_run(server: GcsServer, config: RunConf
     node = begin(server, config, token_file=other).ended()
     assert isinstance(node.error, SlimeLikeError) and node.error.code == "wrong-token"
     assert str(node.error).startswith(f"{node.place}: {HOST}:")
-    assert leader.ended().verdict == RunVerdict(1, str(node.error)) and 1 not in server.nodes
+    assert leader.ended().verdict == RunVerdict(1, str(node.error), "wrong-token") and 1 not in server.nodes
 
 
 def test_a_plan_that_is_rejected_ends_every_node(
@@ -224,7 +233,7 @@ def test_a_plan_that_is_rejected_ends_every_node(
     early = Node(config, 1, port)
     time.sleep(0.5)  # it waits for node 0's GCS
     leader = Node(config, 0, port, plan=True).ended()
-    assert leader.verdict == RunVerdict(1, f"{leader.place}, slime-like plan: a=1; b=2")
+    assert leader.verdict == RunVerdict(1, f"{leader.place}, slime-like plan: a=1; b=2", ENDED)
     assert early.ended().verdict == leader.verdict and server.nodes == {}
 
 
@@ -235,7 +244,7 @@ def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig,
     leader = Node(config, 0, port).ended()
     assert isinstance(leader.error, SlimeLikeError) and leader.error.code == "port-taken"
     sentence = str(leader.error)
-    assert early.ended().verdict == RunVerdict(1, sentence)
+    assert early.ended().verdict == RunVerdict(1, sentence, "port-taken")
     late = Node(config, 2, port, silence_s=0.1).ended().verdict
     assert late is not None and late.code == 1
     assert late.sentence.endswith(f"s ago and was not restarted: {sentence}")
@@ -256,4 +265,5 @@ def test_a_node_that_ends_before_ray_connects_it_leaves_a_note(
     sentence = f"interrupted on {here}" if interrupted else f"{here}: RuntimeError: a bug"
     assert (node.verdict, node.error) == ((RunVerdict(130, sentence), None) if interrupted else (None, raised))
     note = launch_directory(config.run_dir) / "ended-1.json"
-    assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}
+    fault = "node-lost" if interrupted else ""
+    assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence, "fault": fault}

@@ -1,6 +1,7 @@
 """Content of a run's directory, for a report."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -116,7 +117,8 @@ def summary(run: RunData) -> list[tuple[str, str]]:
     profiles = (
         f"{pluralize(len(run.profiles), 'trace')} in {metrics.PROFILES}, for ui.perfetto.dev" if run.profiles else ""
     )
-    entries = [*_setup(run.config), ("steps", steps), ("failed", run.failure or ""), *_results(run), *_speed(run)]
+    entries = [*_setup(run.config), ("steps", steps), ("restarts", _restarts(run.run_dir))]
+    entries += [("failed", run.failure or ""), *_results(run), *_speed(run)]
     entries.append(("profiles", profiles))
     return [(label, text) for label, text in entries if text]
 
@@ -141,6 +143,18 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     lifted = ", ".join(set(rollout.get("allow_engine_args", ())) & {*rollout.get("engine_args", {})})
     entries += [("objective", objective), ("engine", _join(rollout.get("engine"), engines, sampling))]
     return [*entries, ("guarantees lifted", f"rollout.allow_engine_args: {lifted}" if lifted else "")]
+
+
+def _restarts(run_dir: Path) -> str:
+    """Describe the restarts of ``--restarts``: their causes, and the last one; "" if there are none."""
+    path = run_dir / metrics.RESTARTS_FILE
+    rows = [row for _, row in metrics.read_lines(path)] if path.is_file() else []
+    if not rows:
+        return ""
+    codes, last = Counter(str(row.get("code")) for row in rows), rows[-1]
+    causes = ", ".join(f"{count} by {code}" for code, count in codes.most_common())
+    where = f"the last at step {last['step']}, resumed from {last.get('resumed_from')}"
+    return f"{len(rows)} ({causes}); {where}: {last.get('sentence')}"
 
 
 def _results(run: RunData) -> list[tuple[str, str]]:

@@ -32,7 +32,7 @@ _KILLED_MESSAGE = (
     "slime-like: the driver (process {driver}) was killed: {cause}; the other processes of the run were ended; restart "
     "a training run to resume from the last checkpoint"
 )
-_BY_KERNEL = "most often by the kernel because memory ran out (see dmesg)"
+_BY_KERNEL = "by the kernel because memory ran out (see dmesg), by a batch system, or by a user"
 _AGENT = re.compile(r"agent_name = (\w+)")
 _LOST = {"raylet": re.compile("connection to the plasma store"), "gcs_server": re.compile("connect to GCS (at|within)")}
 """Last messages in the driver's log when Ray ends the driver, by lost daemon."""

@@ -14,7 +14,7 @@ from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import ConfigError, RunFinishedError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.health import EVENTS_FILE
 from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
@@ -60,8 +60,9 @@ class RunDirectory:
             found_damaged: see ``newest_whole``.
 
         Raises:
-            CheckpointError: the given checkpoint, or every checkpoint of the run, cannot be read or resumed from.
-            ConfigError: the run has finished, or the checkpoint is of another backend, model or schedule.
+            CheckpointError: the given checkpoint cannot be read or resumed from.
+            ConfigError: every checkpoint of the run is damaged, or it is of another backend, model or schedule.
+            RunFinishedError: the run has finished.
         """
         resume = self._config.resume
         if resume == "never":
@@ -147,7 +148,7 @@ class RunDirectory:
             with_override = " with checkpoint.override: [schedule]" if is_fixed else ""
             problem = f"the run in {self._path} has finished {pluralize(checkpoint.step, 'step')}"
             remedy = f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
-            raise ConfigError(f"steps={self._config.steps}: {problem}; {remedy}")
+            raise RunFinishedError(problem, remedy=f"to train further, {remedy}")
         may_change = "schedule" in self._config.checkpoint.override
         if changed := [] if may_change else self._changed_schedule(checkpoint):
             problem = f"{checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)})"

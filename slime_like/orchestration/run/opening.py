@@ -92,7 +92,7 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
                 raise
             damaged[checkpoint.path] = error.problem
             checkpoint = directory.find_checkpoint(damaged)
-            if checkpoint is None or checkpoint.path in damaged:
+            if checkpoint is None:
                 raise
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from slime_like.errors import CheckpointError, SlimeLikeError
+from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import length_fault, link_tree, refusal, sync, sync_tree
@@ -346,7 +346,7 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
         found_damaged: problems of checkpoints that a closer look rejected, by resolved path.
 
     Raises:
-        CheckpointError: no checkpoint is whole.
+        ConfigError: no checkpoint is whole. Another start would find the same.
     """
     root = run_dir / "checkpoints"
     _put_back(root)
@@ -369,7 +369,8 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
         else:
             note = f"passed over: {'; '.join(damaged)}; resuming from {checkpoint.path}" if damaged else ""
             return replace(checkpoint, passed_over=note)
-    return Checkpoint.read(latest)  # the caller reports what is lost
+    remedy = "restore one of them, or start over with resume: never"
+    raise ConfigError(f"no checkpoint in {root} is whole: {'; '.join(damaged)}; {remedy}", code="no-whole-checkpoint")
 
 
 def _step(checkpoint: Path) -> int:

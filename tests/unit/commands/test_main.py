@@ -212,7 +212,9 @@ def test_a_bug_is_one_sentence_that_names_the_file_with_its_traceback(
     code, printed, _ = train(error)
     printed, *notes = printed.splitlines()
     assert code == 1 and printed.startswith(f"slime-like: {text}") and set(notes) == {"slime-like: resume from step 3"}
-    kept = Path(printed.removesuffix(" [unexpected]").rpartition(" traceback: ")[2])
+    sentence, _, fault = printed.rpartition(" ")
+    assert fault == ("[disk-refused]" if isinstance(error, OSError) else "[unexpected]")
+    kept = Path(sentence.rpartition(" traceback: ")[2])
     assert kept.parent == (tmp_path / "run" if has_run_dir else tmp_path)
     assert "in loop\n    raise error\n" in kept.read_text()
 

@@ -25,7 +25,7 @@ from slime_like.data.ledger import (
     Ledger,
     audit_run,
 )
-from slime_like.errors import DataError
+from slime_like.errors import DataError, SlimeLikeError, exit_code
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.run.sources import SavedRollouts
@@ -147,8 +147,10 @@ def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_full_disk_is_reported(ledger: Ledger, rejects: Rejects) -> None:
     """SQLite reports its page limit like a full disk."""
     ledger._database.execute("PRAGMA max_page_count = 1")
-    with rejects(DataError, "disk-refused"):
+    with rejects(SlimeLikeError, "disk-refused") as caught:
         ledger.add(range(10_000), ISSUED, version=0)
+    assert isinstance(caught.value, SlimeLikeError)
+    assert exit_code(caught.value) == 1  # a restarter may try again
 
 
 def test_a_reader_does_not_block_writers(ledger: Ledger, tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_another_writer_is_reported(ledger: Ledger, tmp_path: Path, rejects: Rej
     ledger._database.execute("PRAGMA busy_timeout = 0")
     with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        with rejects(DataError, "ledger-locked"):
+        with rejects(SlimeLikeError, "ledger-locked"):
             ledger.add([0], ISSUED, version=0)
     ledger.add([0], ISSUED, version=0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime_like.commands.root import run
 from slime_like.errors import DataError, SlimeLikeError
-from slime_like.observability.metrics import MetricLogger, read_lines
+from slime_like.observability.metrics import RESTARTS_FILE, MetricLogger, read_lines
 from slime_like.observability.names import ACCURACY, FAILURES, REWARD, STEP_TIME
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
@@ -157,6 +157,17 @@ def test_summary(run_dir: Path) -> None:
     assert entries["mean reward"] == "1.200 → 1.200 (first and last 3 steps)"
     assert entries["trained tokens/s"].startswith("10 response tokens/s over 240.0 s")  # 80 tokens in 8 s, 30 times
     assert entries["settings changed"].endswith("config.until-step-000008.yaml")
+    assert "restarts" not in entries
+
+
+def test_restarts_are_counted_by_cause(tmp_path: Path, logger: MetricLogger) -> None:
+    logger.log(1, SFT_METRICS)
+    for step, code in ((3, "killed"), (7, "worker-died"), (9, "killed")):
+        row = {"step": step, "code": code, "resumed_from": step - 2, "sentence": f"died at {step}"}
+        with (tmp_path / RESTARTS_FILE).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    text = dict(summary(read_run(tmp_path)))["restarts"]
+    assert text == "3 (2 by killed, 1 by worker-died); the last at step 9, resumed from 7: died at 9"
 
 
 # ------------------------------------------------------------------------------------------------------ unusual runs

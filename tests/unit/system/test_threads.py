@@ -68,7 +68,7 @@ def test_results_before_an_interrupt_are_not_lost() -> None:
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number in before:
         signal.signal(number, InterruptHandler())
     yield
@@ -76,7 +76,7 @@ def installed() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_is_raised_once(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)

@@ -13,7 +13,7 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
+from slime_like.errors import DONE, CheckpointError, ConfigError, RunFinishedError, SlimeLikeError, exit_code
 from slime_like.models.weight_files import fingerprint
 from slime_like.orchestration.run.directory import SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.lock import RunLock
@@ -200,10 +200,10 @@ def test_a_path_without_a_checkpoint_is_rejected(tmp_path: Path, run_dir: Path, 
             prepare_run_dir(config(tmp_path, resume=path))
     directory = run_dir / "checkpoints" / "step-000003"
     (directory / "state.json").unlink()
-    with rejects(CheckpointError, "no-checkpoint"):
+    with rejects(ConfigError, "no-whole-checkpoint"):  # the same start would find the same
         find_checkpoint(config(tmp_path))
     shutil.rmtree(directory)
-    with rejects(CheckpointError, "no-checkpoint"):
+    with rejects(ConfigError, "no-whole-checkpoint"):
         find_checkpoint(config(tmp_path))
 
 
@@ -247,14 +247,15 @@ def test_a_model_with_other_weights_is_rejected(tmp_path: Path, run_dir: Path, r
         find_checkpoint(config(tmp_path, model={"path": tmp_path / "other"}))
 
 
-def test_a_finished_run_is_rejected(tmp_path: Path, rejects: Rejects) -> None:
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, rejects: Rejects) -> None:
     """A run that was killed between its last checkpoint and its last file may still finish."""
     prepare_run_dir(config(tmp_path))
     write_checkpoint(tmp_path / "run", 5)
     assert prepare_run_dir(config(tmp_path))[0] is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
-    with rejects(ConfigError, "config"):
+    with rejects(RunFinishedError, "run-finished") as caught:
         prepare_run_dir(config(tmp_path))
+    assert isinstance(caught.value, SlimeLikeError) and exit_code(caught.value) == DONE
     assert prepare_run_dir(config(tmp_path, steps=6))[0] is not None
 
 
@@ -283,7 +284,7 @@ def test_another_schedule_is_rejected_before_trainers_start(
         update = {"checkpoint": changed.checkpoint.model_copy(update={"override": accepted})}
         assert find_checkpoint(changed.model_copy(update=update)) is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
-    with rejects(ConfigError, "config"):
+    with rejects(RunFinishedError, "run-finished"):
         find_checkpoint(scheduled(**before))
 
 

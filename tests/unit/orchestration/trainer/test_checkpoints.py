@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
@@ -201,5 +201,5 @@ def test_a_state_that_is_a_pipe_and_a_link_to_itself(tmp_path: Path, rejects: Re
     for path in (root / "step-000001", root / "latest"):
         with rejects(CheckpointError, "no-checkpoint"):
             Checkpoint.read(path)
-    with pytest.raises(CheckpointError):
+    with rejects(ConfigError, "no-whole-checkpoint"):
         newest_whole(tmp_path)
