@@ -97,6 +97,48 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     assert failed == {"reason": "timeout", "function": "tests.faults.rewards:hangs_once", "outcome": "masked"}
 
 
+@pytest.mark.acceptance
+def test_a_rule_ends_a_run_after_a_checkpoint_and_tells_a_webhook(tiny: Tiny, tmp_path: Path) -> None:
+    """The same command resumes, remembers the steps before, and is ended after one more."""
+    run_dir, reward = tmp_path / "run", "[{name: 'tests.faults.rewards:always_one'}]"
+    with Inbox() as inbox:
+        threading.Thread(target=inbox.serve_forever, args=(0.02,), daemon=True).start()
+        flags = quick(
+            tiny, run_dir, "--steps", "50", "--reward.functions", reward, "--health.no_gradient", "2",
+            "--health.stop_on", "[no_gradient]", "--health.webhook", f"http://127.0.0.1:{inbox.server_port}/",
+        )  # fmt: skip
+        for last in (2, 3):
+            finished = run(flags, tmp_path / "log")
+            assert finished.code == 1 and "[health-stop]" in one_sentence(finished)
+            assert (run_dir / "checkpoints" / "latest").resolve().name == f"step-{last:06d}"
+        inbox.shutdown()
+    rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert inbox.rows == rows
+    assert [(row["step"], row["rule"], row["severity"]) for row in rows] == [
+        (2, "no_gradient", "warning"), (3, "no_gradient", "warning"),
+    ]  # fmt: skip
+    assert f"slime-like: restart with --resume auto to resume from {run_dir}" in finished.stderr
+
+
+class Inbox(ThreadingHTTPServer):
+    """Service that keeps what is posted."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Receipt)
+        self.rows: list[dict[str, object]] = []
+
+
+class _Receipt(BaseHTTPRequestHandler):
+    server: Inbox
+
+    def do_POST(self) -> None:
+        self.server.rows.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
 class Judge(ThreadingHTTPServer):
     """Service that rewards a response by its letters. While step 2 is sampled, it closes the connection for half."""
 
