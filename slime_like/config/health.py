@@ -22,8 +22,8 @@ class HealthConfig(Section):
     slow_phase: float | None = Field(5.0, gt=1, description="Time of a phase, as a multiple of its median.")
     idle_trainers: float | None = Field(95.0, gt=0, le=100)
     """Percent of a step in which trainers wait for samples, with `rollout.max_staleness` above 0."""
-    idle_engines: int | None = Field(100, ge=1, le=MOST_STEPS)
-    """Steps in a row that end with idle engines, with `rollout.max_staleness` above 0."""
+    idle_engines: float | None = Field(95.0, gt=0, le=100)
+    """Percent of a step in which engines have nothing to sample, with `rollout.max_staleness` above 0."""
     failed_samples: float | None = Field(0.1, gt=0, le=1, description="Fraction of responses that failed or aborted.")
     engine_gap: float | None = Field(2.0, gt=1, description="Factor between the perplexities of trainer and engine.")
     entropy_cliff: float | None = Field(4.0, gt=1, description="Factor between the entropy and its median.")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Group:
 
     Attributes:
         version: earliest weight version that may sample its first token.
+        sampled_at: monotonic time at which it was last sampled.
         stage: ``GENERATE``, ``REWARD``, ``REWARDED``, ``SCORE`` (by workers of roles), or ``READY``.
         resamples: number of times that it was sampled again because rollouts failed.
         task: its way to ``READY``.
@@ -38,6 +40,7 @@ class Group:
     request: GenerationRequest
     version: int
     stage: str = GENERATE
+    sampled_at: float = 0.0
     resamples: int = 0
     task: asyncio.Task[None] | None = field(init=False, default=None, repr=False)
     accepted: asyncio.Future[bool] = field(init=False, repr=False)
@@ -125,6 +128,7 @@ class GroupTable:
                 self.ledger.add(ids, event, version=version)
             sampled = any(group.stage == GENERATE for group in groups)
             for group in groups:
+                group.sampled_at = time.monotonic() if group.stage == GENERATE else group.sampled_at
                 group.stage = stage
                 self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
             if stage == READY or (sampled and not self.at(GENERATE)):  # what the training loop may wait for

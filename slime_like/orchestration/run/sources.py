@@ -1,5 +1,6 @@
 """A run, and the sources of its trajectories: engines, demonstrations, or rollouts of an earlier run."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
-from slime_like.orchestration.rollout.group_table import READY
+from slime_like.orchestration.rollout.group_table import GENERATE, READY
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.run.reference import Reference
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -169,7 +170,7 @@ class SampledGroups(Source):
         self._dropped_prompts = 0
         self._notes: list[str] = []
         self._is_first_step = True
-        self._engines_idle = False
+        self._idle_s = 0.0
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         self._prepare_devices(clock)
@@ -201,7 +202,9 @@ class SampledGroups(Source):
 
     def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         self._groups.trained(trajectories, step)
-        self._engines_idle = len(self._groups.table.at()) == len(self._groups.table.at(READY))
+        groups = self._groups.table.at()
+        is_idle = bool(groups) and all(group.stage != GENERATE for group in groups)
+        self._idle_s = time.monotonic() - max(group.sampled_at for group in groups) if is_idle else 0.0
         self._groups.table.serve(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,7 +247,7 @@ class SampledGroups(Source):
             **self._accepted_drafts(),
         }
         if self._groups.config.rollout.max_staleness:
-            metrics[names.IDLE_ENGINES] = float(self._engines_idle)
+            metrics[names.IDLE_ENGINES] = 100 * min(1.0, names.ratio(self._idle_s, step_s))
         return SourceFigures(metrics, notes, table.take_failed())
 
     def _accepted_drafts(self) -> dict[str, float]:

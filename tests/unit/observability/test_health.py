@@ -35,7 +35,7 @@ def sound(step: int) -> Row:
         "phases/sync (s)": draw.choice([0.01, 0.1]),  # ten times its median, and nothing that matters
         "train_actor_performance/total_step_time (s)": sum(seconds.values()),
         **dict(zip(WAITING, (draw.uniform(60, 99), draw.uniform(0, 90)), strict=True)),
-        "queues/idle_engines": float(step % 50 > 0),
+        "rollout/pct_time_idle (%)": draw.uniform(0, 90),
         "ref_actor_rewards/failed_fraction": draw.choice([0.0, 0.02]),
         "ref_actor_rewards/total_reward_mean": step / 500 + draw.uniform(-0.1, 0.1),
         "rollout/aborted_fraction": 0.0,
@@ -64,7 +64,7 @@ FAULTS: list[tuple[str, str, int, Fault]] = [
     ("slow_phase", "warning", 2, times("phases/train (s)", 6)),
     ("slow_phase", "warning", 2, value("phases/sync (s)", 10)),
     ("idle_trainers", "warning", 6, lambda _: dict.fromkeys(WAITING, 98.0)),
-    ("idle_engines", "warning", 90, value("queues/idle_engines", 1)),  # 10 before
+    ("idle_engines", "warning", 6, value("rollout/pct_time_idle (%)", 98)),
     ("failed_samples", "warning", 1, value("ref_actor_rewards/failed_fraction", 0.12)),
     ("failed_samples", "alarm", 1, value("rollout/aborted_fraction", 0.5)),
     ("engine_gap", "warning", 1, value("train_actor_training/engine_perplexity", 0.6)),

@@ -151,7 +151,7 @@ def test_documentation_names_all_metrics() -> None:
     evaluation = "accuracy num_responses response_length_mean truncated_fraction scoring_failures pass@2"
     penalties = {f"train_actor_training/{name}" for name in ("kl_reward", "kl_reward_coef", "distillation_kl")}
     critic = update_metrics([value_stats()], "train_critic")
-    held_out = {f"evaluation/{name}" for name in evaluation.split()} | {"queues/idle_engines"}
+    held_out = {f"evaluation/{name}" for name in evaluation.split()} | {"rollout/pct_time_idle (%)"}
     logged = {*RL_METRICS, *critic, *penalties, *source_kls([{"sums": 1.0}]), *held_out}
     logged |= {"rollout/lifted_guarantees", "rollout/accepted_length"}  # with certain engine_args
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
