@@ -19,7 +19,7 @@ class HealthConfig(Section):
     value is not saved."""
     stop_on: tuple[str, ...] = ()
     """Rules that end the run when they are raised, after a checkpoint (`health-stop`, exit code 1)."""
-    slow_phase: float | None = Field(5.0, gt=1, description="Time of a phase, as a multiple of its median.")
+    slow_phase: float | None = Field(10.0, gt=1, description="Time of a phase, as a multiple of its median.")
     idle_trainers: float | None = Field(95.0, gt=0, le=100)
     """Percent of a step in which trainers wait for samples, with `rollout.max_staleness` above 0."""
     idle_engines: float | None = Field(95.0, gt=0, le=100)

@@ -23,6 +23,11 @@ def dump_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}.pt"
 
 
+def save_step(directory: Path, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+    """Write the rollouts of a step to their file in ``directory``."""
+    save_trajectories(dump_path(directory, step), trajectories)
+
+
 def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
     """Write only plain tensors, numbers and text, so the file can be read without trusting it."""
     rows = [{name: getattr(trajectory, name) for name in _FIELDS} for trajectory in trajectories]

@@ -17,6 +17,10 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         # rollout.agent, rollout.environment
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",
+        # algorithm.loss: sft and others of demonstrations, debug.load_rollouts, debug.save_rollouts
+        "demonstrations": "slime_like.orchestration.run.stored_sources:Demonstrations",
+        "saved-rollouts": "slime_like.orchestration.run.stored_sources:SavedRollouts",
+        "save-rollouts": "slime_like.data.dump:save_step",
         # data.messages_key
         "conversation-encoder": "slime_like.data.spans:ConversationEncoder",
         # model.lora

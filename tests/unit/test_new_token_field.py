@@ -151,7 +151,7 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
     """Also through a checkpoint, and for demonstrations. An engine that does not use it rejects the request."""
     encoding, data, interfaces = (_slime_like(name) for name in ("data.encoding", "data.prompts", "interfaces"))
     store, requests, sources = (
-        _slime_like(f"orchestration.{name}") for name in ("rollout.issue", "rollout.requests", "run.sources")
+        _slime_like(f"orchestration.{name}") for name in ("rollout.issue", "rollout.requests", "run.stored_sources")
     )
     check = importlib.import_module("rollout.requests").check_request
     usual = encoding.RowEncoder.encode

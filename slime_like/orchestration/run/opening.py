@@ -39,12 +39,13 @@ from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.reference import REFERENCE, Reference
-from slime_like.orchestration.run.sources import Demonstrations, Run, SampledGroups, SavedRollouts, Source
+from slime_like.orchestration.run.sources import Run, SampledGroups, Source
 from slime_like.orchestration.trainer.batcher import require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
 from slime_like.system.words import pluralize
@@ -101,12 +102,13 @@ def _open_from(base: _Base) -> Run:
     config = base.config
     if config.debug.load_rollouts is not None:
         vocab_size = ModelDimensions.from_checkpoint(config.model.path).vocab_size
-        return _without_engines(base, SavedRollouts(config.debug.load_rollouts, vocab_size, not config.supervised))
+        saved = load_option("saved-rollouts")(config.debug.load_rollouts, vocab_size, not config.supervised)
+        return _without_engines(base, saved)
     if config.starts_engines:
         return _open_rl(base)
     prompts, wanted = base.prompts(need_responses=True), config.rollout.prompts_per_step
     notes = data_notes(config.data.max_prompt_tokens, wanted, prompts)
-    return _without_engines(base, Demonstrations(prompts, wanted), *notes)
+    return _without_engines(base, load_option("demonstrations")(prompts, wanted), *notes)
 
 
 def _without_engines(base: _Base, source: Source, *notes: str) -> Run:

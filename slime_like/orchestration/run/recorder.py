@@ -12,7 +12,6 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardFunction
-from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability import names
@@ -25,6 +24,7 @@ from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
+from slime_like.plugins.options import load_option
 from slime_like.statistics import GRPOStats
 from slime_like.system.gpus import GPUS
 from slime_like.system.words import pluralize
@@ -61,7 +61,7 @@ class StepRecorder:
         """Log one training step. ``times`` are its seconds by phase."""
         run, step_s = self._run, sum(times.values())
         if directory := run.config.debug.save_rollouts:
-            save_trajectories(dump_path(directory, step), trained.trajectories)
+            load_option("save-rollouts")(directory, step, trained.trajectories)
         self._trained_tokens += sum(trajectory.sampled_len for trajectory in trained.trajectories)
         self._trained_s += step_s
         if step % _MEMORY_EVERY == 1:

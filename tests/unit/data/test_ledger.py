@@ -28,7 +28,7 @@ from slime_like.data.ledger import (
 from slime_like.errors import DataError, SlimeLikeError, exit_code
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.timing import PhaseClock
-from slime_like.orchestration.run.sources import SavedRollouts
+from slime_like.orchestration.run.stored_sources import SavedRollouts
 from slime_like.verification.comparison import synthetic_batch
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint

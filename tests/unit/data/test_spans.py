@@ -19,7 +19,7 @@ from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.observability.timing import PhaseClock
-from slime_like.orchestration.run.sources import Demonstrations
+from slime_like.orchestration.run.stored_sources import Demonstrations
 from tests.support import templates
 from tests.support.properties import examples
 from tests.support.rejections import Rejects

@@ -61,8 +61,8 @@ def value(name: str, constant: float) -> Fault:
 
 FAULTS: list[tuple[str, str, int, Fault]] = [
     # rule, severity, steps from the first faulty one to the alarm, fault
-    ("slow_phase", "warning", 2, times("phases/train (s)", 6)),
-    ("slow_phase", "warning", 2, value("phases/sync (s)", 10)),
+    ("slow_phase", "warning", 2, times("phases/train (s)", 12)),
+    ("slow_phase", "warning", 2, value("phases/sync (s)", 15)),
     ("idle_trainers", "warning", 6, lambda _: dict.fromkeys(WAITING, 98.0)),
     ("idle_engines", "warning", 6, value("rollout/pct_time_idle (%)", 98)),
     ("failed_samples", "warning", 1, value("ref_actor_rewards/failed_fraction", 0.12)),
@@ -140,7 +140,7 @@ def test_the_slowest_phase_is_the_state_of_slow_phase() -> None:
 
 
 def test_a_resumed_run_compares_with_the_steps_before() -> None:
-    slow = [sound(step) | {"phases/train (s)": 30.0} for step in (61, 62)]
+    slow = [sound(step) | {"phases/train (s)": 50.0} for step in (61, 62)]
     before = [sound(step) for step in range(1, 61)]
     for history, expected in (((), []), (before, ["slow_phase"])):
         health = Health(HealthConfig(), history)
