@@ -112,6 +112,8 @@ class Conversation:
             the turns that its rows train, row after row.
         calls: number of each of these turns, in the order of sampling; empty if they follow each other.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
+        judged: index in ``turns`` of the one that reward functions get.
+        answer: what they get instead of it, if an agent says so.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -121,6 +123,8 @@ class Conversation:
     metadata: tuple[Mapping[str, Any], ...] = ()
     rewards: tuple[float, ...] = ()
     calls: tuple[int, ...] = ()
+    judged: int = -1
+    answer: str | None = None
 
 
 class TensorsAsArrays:

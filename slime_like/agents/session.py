@@ -102,8 +102,14 @@ class Session:
         for running in self._running:
             running.cancel()
 
-    def rows(self, untrained: Collection[Untrained] = ()) -> list[Branch]:
-        return self.tree.rows(_untrained(self.tree.turns, untrained, self._others))
+    def rows(self, untrained: Collection[Untrained] = ()) -> tuple[list[Branch], Turn | None]:
+        """Return the rows, the one with the judged turn last, and this turn; ``None`` without a row."""
+        if not (turns := self.tree.turns):
+            return [], None
+        judged = judged_turn([turn for turn in turns if turn not in self._others] or turns)
+        rows = self.tree.rows(_untrained(turns, judged, untrained, self._others))
+        rows.sort(key=lambda row: judged.number in row.numbers)  # several, if turns continue it: the last
+        return (rows, judged) if rows and judged.number in rows[-1].numbers else (rows, None)
 
     async def outside(self, work: Callable[..., _Result], *given: Any) -> _Result:
         """Work in a thread, because the event loop serves all sessions of an engine. One work at a time.
@@ -133,7 +139,8 @@ class Session:
         text = self.tree.sampled_text(prompt, generation)
         stop = self._chat.continuation(prompt.input.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
-        turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
+        reply = self._form.message(prompt.text, text, call.tools, stop)
+        turn = self.tree.record(prompt, generation, reply, call.tools)
         if call.model not in ("", MODEL):
             self._others.add(turn)
         return turn
@@ -218,11 +225,22 @@ def _printable(text: str) -> str:
     return repr(text[:_SHOWN_CHARS])[1:-1][:_SHOWN_CHARS]
 
 
-def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Collection[Turn]) -> set[Turn]:
+def judged_turn(turns: Sequence[Turn]) -> Turn:
+    """Return the rollout's answer: the last turn with the tools that most calls have. Of equally frequent ones, with
+    most tools, because titles, probes and summaries have none or few."""
+    counts = Counter(turn.tools for turn in turns)
+    tools = max(counts, key=lambda names: (counts[names], len(names)))
+    return [turn for turn in turns if turn.tools == tools][-1]
+
+
+def _untrained(
+    turns: Sequence[Turn], judged: Turn, kinds: Collection[Untrained], others: Collection[Turn]
+) -> set[Turn]:
     """Return the turns to exclude, given all turns in sampling order. ``others`` are turns that name another model.
 
-    The main chain is the history with the most calls between its first and last turn, including those of subagents in
-    between. A turn is discarded if nothing continues it, but a later turn of the same prompt is continued.
+    The main chain is the judged turn's history. If a harness shortened it, it includes the longer histories before it
+    with the same tools, which it does not overlap. A turn is discarded if nothing continues it, but a later turn of the
+    same prompt is continued.
     """
     chains: dict[Turn, list[Turn]] = {}
     for turn in turns:
@@ -236,9 +254,18 @@ def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Coll
         last = {turn.prompt.input.token_ids: at for at, turn in enumerate(turns) if turn in continued}
         left = (turn for at, turn in enumerate(turns) if at < last.get(turn.prompt.input.token_ids, 0))
         excluded |= {turn for turn in left if turn not in continued}
+    main = set(chains[judged])
+    if "auxiliary" in kinds:
+        excluded |= {turn for turn in turns if turn.tools != judged.tools} - main
     if "side_chains" in kinds:
-        number = {turn: at for at, turn in enumerate(turns)}
-        rest = [chains[turn] for turn in turns if turn not in excluded]
-        main = max(rest, key=lambda chain: (number[chain[-1]] - number[chain[0]], len(chain[-1].token_ids)), default=[])
-        excluded |= set(turns) - set(main)
+        first = chains[judged][0].number
+        while earlier := [
+            chain
+            for turn, chain in chains.items()
+            if turn.number < first and judged.tools and turn.tools == judged.tools and len(chain) > 1
+        ]:
+            longest = max(earlier, key=lambda chain: (chain[-1].number - chain[0].number, len(chain[-1].token_ids)))
+            main |= {*longest}
+            first = longest[0].number
+        excluded |= set(turns) - main
     return excluded

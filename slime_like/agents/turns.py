@@ -81,6 +81,7 @@ class Turn:
         token_ids: prompt ids followed by sampled ids.
         pieces: text that the ids decode to.
         keys: keys of all messages up to and including the reply.
+        tools: names of the call's tools.
         forms: the reply as sent to the client, and as sampled.
         number: index of the turn in its rollout.
     """
@@ -92,6 +93,7 @@ class Turn:
     keys: tuple[bytes, ...]
     forms: tuple[Message, ...]
     number: int = 0
+    tools: frozenset[str] = frozenset()
 
     @property
     def text(self) -> str:
@@ -105,11 +107,13 @@ class Branch:
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the segment's ``token_ids``.
         calls: number of the turn that starts each of the row's runs of tokens that carry loss.
+        numbers: number of every turn.
     """
 
     segment: Segment
     turns: tuple[tuple[int, int], ...]
     calls: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class TurnTree:
@@ -148,7 +152,7 @@ class TurnTree:
         text = (rendering.text,)
         return CallPrompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)
 
-    def record(self, prompt: CallPrompt, generation: Generation, reply: Message) -> Turn:
+    def record(self, prompt: CallPrompt, generation: Generation, reply: Message, tools: Sequence[Tool] = ()) -> Turn:
         given, tokens, stored = prompt.input.token_ids, generation.token_ids.tolist(), self._stored
         sampled, added = self.sampled_text(prompt, generation), self._chat.continuation(given, tokens)
         pieces, written = _blocks(prompt.text, stored), _blocks(prompt.rendered, stored)
@@ -161,6 +165,7 @@ class TurnTree:
             (*prompt.keys, reply.key),
             (self._known(reply), Message("assistant", sampled, is_sampled=True)),
             len(self.turns),
+            frozenset(tool["function"]["name"] for tool in tools),
         )
         self.turns.append(turn)
         return turn
@@ -247,7 +252,8 @@ def _row(leaf: Turn, trained: set[Turn]) -> Branch:
     if leaf.generation.supports is not None:
         joined = Supports.concatenate([*supports, Supports.whole(len(tokens) - covered)])
     reason = leaf.generation.finish_reason
-    return Branch(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns), tuple(calls))
+    segment = Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields)
+    return Branch(segment, tuple(turns), tuple(calls), tuple(turn.number for turn in branch))
 
 
 def _branch(turn: Turn | None) -> Iterator[Turn]:

@@ -26,7 +26,7 @@ NODE = "node"
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
 
-Untrained = Literal["other_models", "side_chains", "discarded"]
+Untrained = Literal["auxiliary", "other_models", "side_chains", "discarded"]
 """Kinds of an agent's calls that can be excluded from training."""
 
 
@@ -78,9 +78,12 @@ class AgentConfig(Section):
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: str = "auto"
     """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
-    untrained: tuple[Untrained, ...] = ()
-    """Calls without loss: other_models (not named `policy`), side_chains (outside the longest history), discarded
-    (repeated, then continued)."""
+    untrained: tuple[Untrained, ...] = ("auxiliary",)
+    """Calls without loss: auxiliary (other tools than the judged turn's, such as titles), side_chains (also subagents
+    with the same tools), other_models (not named `policy`), discarded (repeated, then continued)."""
+    answer: Literal["turn", "stdout"] = "turn"
+    """What reward functions get: the judged turn, or the command's standard output. `AgentResult.answer` replaces
+    both."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0, description="Timeout of one rollout.")
@@ -122,6 +125,8 @@ class AgentConfig(Section):
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
             yield f"options={dict(self.options)} are not for commands; give the command arguments"
+        if self.name is not None and self.answer == "stdout":
+            yield "answer=stdout is for commands; return AgentResult(answer=...) from the function, or remove it"
         if self.name is not None and self.environment:
             yield f"environment={list(self.environment)} is for commands; remove it, a function inherits every variable"
 

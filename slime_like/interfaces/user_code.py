@@ -175,12 +175,14 @@ class AgentResult:
             Estimators of turns or tokens credit the rest to the last call.
         success: the rollout counts as solved.
         metadata: anything that explains the reward; small, and JSON-serializable.
+        answer: text that reward functions get instead of the judged turn; ``None``: the turn.
     """
 
     reward: float
     success: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
     call_rewards: Sequence[float] = ()
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         for one in (self.reward, *self.call_rewards):
@@ -188,6 +190,8 @@ class AgentResult:
                 raise ValueError(f"its reward is {one!r}; give a finite number")
         if not isinstance(self.success, bool) or not isinstance(self.metadata, Mapping):
             raise TypeError("success must be true or false, metadata a mapping")
+        if not isinstance(self.answer, str | None):
+            raise TypeError(f"its answer is a {type(self.answer).__name__}; give text")
 
 
 class Agent(Protocol):

@@ -23,6 +23,8 @@ from slime_like.sandbox.serving import Handler, OwnFault, adopt_orphans, die_wit
 from slime_like.system.processes import end_descendants, process_ids, resident_bytes
 
 _CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
+_MOST_ANSWER = 2**16
+"""Bytes of a program's answer that are kept, from its end."""
 
 PLACES = ("base_url", "key", "model", "prompt", "task_file", "result_file")
 """Names that a command may contain in braces."""
@@ -39,7 +41,8 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         name = command[0]
 
         def run(task: AgentTask, directory: Path) -> AgentResult:
-            return run_command(command, task, directory, setup["needs_result"], setup["environment"])
+            answers = setup["answer"] == "stdout"
+            return run_command(command, task, directory, setup["needs_result"], setup["environment"], answers)
 
     else:
         name, options = setup["name"], setup["options"]
@@ -75,14 +78,20 @@ class CommandFailed(OwnFault):
 
 
 def run_command(
-    command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool, inherited: Sequence[str] = ()
+    command: Sequence[str],
+    task: AgentTask,
+    directory: Path,
+    needs_result: bool,
+    inherited: Sequence[str] = (),
+    answers: bool = False,
 ) -> AgentResult:
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
     ``directory`` is new, for the program's files, its working directory and its home directory. Without
-    ``needs_result``, a missing result has reward 0. The program may run what a model wrote, so it inherits only
-    environment variables that every program needs, and those that ``inherited`` names. Raises ``CommandFailed`` if it
-    wrote no usable result, and ``OSError`` if it cannot be started, or a signal ended it before it wrote a result.
+    ``needs_result``, a missing result has reward 0. If it ``answers``, its standard output is the answer, unless its
+    result file has one. The program may run what a model wrote, so it inherits only environment variables that every
+    program needs, and those that ``inherited`` names. Raises ``CommandFailed`` if it wrote no usable result, and
+    ``OSError`` if it cannot be started, or a signal ended it before it wrote a result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)
@@ -93,7 +102,8 @@ def run_command(
     kept = {name: value for name, value in os.environ.items() if name in inherited or _INHERITED.fullmatch(name)}
     # Other braces stay, and so do places in the values.
     argv = [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
-    code, output = _run(argv, task, directory, kept)
+    said = directory / "stdout" if answers else None
+    code, output = _run(argv, task, directory, kept, said)
     if result_file.exists():
         try:
             content: Any = json.loads(result_file.read_text(encoding="utf-8"))
@@ -108,11 +118,16 @@ def run_command(
         raise CommandFailed(f"exit code {code}: {output}" if code else "it wrote no result file")
     else:
         result = AgentResult(0.0)
+    if said is not None and result.answer is None:
+        result = replace(result, answer=said.read_text(encoding="utf-8", errors="replace")[-_MOST_ANSWER:].strip())
     return replace(result, metadata={**result.metadata, "exit_code": code, "output": output}) if code else result
 
 
-def _run(argv: list[str], task: AgentTask, directory: Path, inherited: dict[str, str]) -> tuple[int, str]:
-    """Return the exit code and the end of the output, which is in this worker's log, its standard error."""
+def _run(
+    argv: list[str], task: AgentTask, directory: Path, inherited: dict[str, str], said: Path | None
+) -> tuple[int, str]:
+    """Return the exit code and the end of the output, which is in this worker's log, its standard error. The standard
+    output goes to ``said`` first, if given."""
     parent, start = os.getpid(), os.lseek(2, 0, os.SEEK_END)
     for name in ("home", "work"):
         (directory / name).mkdir()
@@ -125,10 +140,11 @@ def _run(argv: list[str], task: AgentTask, directory: Path, inherited: dict[str,
         "PWD": str(directory / "work"),
     }
     try:
+        output_file = 2 if said is None else os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=2,
+            stdout=output_file,
             cwd=directory / "work",
             env=inherited | variables,
             preexec_fn=lambda: die_with_parent(parent),
@@ -139,6 +155,11 @@ def _run(argv: list[str], task: AgentTask, directory: Path, inherited: dict[str,
         code = process.wait()  # the pool bounds it
     finally:
         end_descendants()
+        if said is not None:
+            os.close(output_file)
+            with said.open("rb") as file:
+                file.seek(max(0, said.stat().st_size - _MOST_ANSWER))
+                os.write(2, file.read())
     output = os.pread(2, _CHUNK, max(start, os.lseek(2, 0, os.SEEK_END) - _CHUNK)).decode(errors="replace")
     lines = list(filter(None, map(str.strip, output.splitlines())))  # a reason may be above the last line
     return code, " | ".join(lines[-_KEPT_LINES:])[-_KEPT_CHARACTERS:] or "it wrote nothing"

@@ -97,7 +97,10 @@ class AgentPool(SingleItems):
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
         kind = WorkerKind(
             "slime_like.sandbox.agent_worker",
-            {**config.model_dump(include={"name", "options", "command", "environment"}), "needs_result": needs_result},
+            {
+                **config.model_dump(include={"name", "options", "command", "environment", "answer"}),
+                "needs_result": needs_result,
+            },
             section="rollout.agent",
             subject=f"rollout.agent.{subject}",
             error=AgentFailure,

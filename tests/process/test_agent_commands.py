@@ -44,6 +44,7 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     engine = Engine(*([word] for word in words))
     good, *bad = rollouts(engine, request(5), (tmp_path / "logs", "agent"), name=None, command=command)
+    assert talk_of(good).answer is None
     assert (failure(good), talk_of(good).reward, talk_of(good).success) == (None, 0.5, True)
     assert [failure(generation) for generation in bad] == ["error"] * 4
     details = [detail(generation) for generation in bad]
@@ -55,6 +56,18 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     assert all(f"the program heard {word}" in printed for word in words)
     left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
     assert len(left) == 5 and not any(map(is_alive, left))
+
+
+def test_a_command_may_answer_on_its_standard_output(tmp_path: Path) -> None:
+    """Reward functions then get this text, not the judged turn. The log has it, too."""
+    (tmp_path / "agent.py").write_text("import sys; print('thinks', file=sys.stderr); print('It is\\n42. ')")
+    (tmp_path / "logs").mkdir()
+    command, logs = [sys.executable, str(tmp_path / "agent.py")], (tmp_path / "logs", "agent")
+    settings = config(name=None, command=command, answer="stdout", workers=1)
+    settings = settings.model_copy(update={"reward": settings.reward.model_copy(update={"functions": ()})})
+    (found,) = rollouts(Engine(["unused"]), request(1), logs, settings=settings)
+    assert (failure(found), talk_of(found).answer) == (None, "It is\n42.")
+    assert "thinks\nIt is\n42. \n" in "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
 
 
 def test_the_example_program_solves_a_task() -> None:

@@ -73,7 +73,7 @@ async def paid(task):
     said = call(task)
     call(task, {"role": "user", "content": "side"})
     call(task, said, {"role": "user", "content": "more"})
-    return AgentResult(3.5, call_rewards=[1.0, 2.0])
+    return AgentResult(3.5, call_rewards=[1.0, 2.0], answer="fourteen words")
 
 async def unpaid(task):
     call(task)
@@ -197,6 +197,7 @@ def test_calls_have_rewards_in_the_order_of_answers() -> None:
     assert trained == ["ok<eos>", "A<eos>ok<eos>"]
     talk = talk_of(found)
     assert (talk.reward, talk.calls, talk.rewards) == (3.5, (1, 0, 2), (2.0, 1.0, 0.0))
+    assert talk.answer == "fourteen words"
     (refused,) = rollouts(Engine(["A"]), request(1), name="agents_of_test:unpaid")
     assert failure(refused) == "error"
 

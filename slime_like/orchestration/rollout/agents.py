@@ -11,7 +11,7 @@ import numpy as np
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
-from slime_like.agents.turns import Branch
+from slime_like.agents.turns import Branch, Turn
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
@@ -102,12 +102,12 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
-        rows = await session.outside(session.rows, self._agent.untrained)
+        rows, judged = await session.outside(session.rows, self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(rows), outcome.result)
         if not rows:
             return self._untrained(request, await self._version(), outcome, session)
-        return _generation(request, session, rows, outcome)
+        return _generation(request, session, rows, judged, outcome)
 
     def _untrained(self, request: GenerationRequest, version: int, outcome: _Outcome, session: Session) -> Generation:
         """Build a rollout without rows: one token that carries no loss, so its reward counts in the group."""
@@ -119,7 +119,7 @@ class AgentRollouts:
             supports=Supports.whole(1) if request.sampling.wants_supports else None,
             fields={} if routes is None else {"routes": routes},
             finish_reason="stop",
-            conversation=_conversation((), outcome, session),
+            conversation=_conversation((), None, outcome, session),
         )
 
     def _require_calls(self, has_called: bool, result: AgentResult) -> None:
@@ -166,10 +166,13 @@ class AgentRollouts:
         return sample
 
 
-def _generation(request: GenerationRequest, session: Session, rows: list[Branch], outcome: _Outcome) -> Generation:
+def _generation(
+    request: GenerationRequest, session: Session, rows: list[Branch], judged: Turn | None, outcome: _Outcome
+) -> Generation:
     """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
     last = rows[-1].segment
-    assert last.finish_reason is not None  # each row ends with a turn
+    reason = last.finish_reason if judged is None else judged.generation.finish_reason
+    assert reason is not None  # each row ends with a turn
     is_plain = len(rows) == 1 and [*last.prompt.token_ids] == [*request.prompt.token_ids]
     return Generation(
         token_ids=last.token_ids,
@@ -177,18 +180,22 @@ def _generation(request: GenerationRequest, session: Session, rows: list[Branch]
         weight_versions=last.weight_versions,
         supports=last.supports,
         fields=last.fields,
-        finish_reason=last.finish_reason,
-        conversation=_conversation(rows, outcome, session),
+        finish_reason=reason,
+        conversation=_conversation(rows, judged, outcome, session),
         segments=() if is_plain else tuple(row.segment for row in rows),
     )
 
 
-def _conversation(rows: Sequence[Branch], outcome: _Outcome, session: Session) -> Conversation:
+def _conversation(rows: Sequence[Branch], judged: Turn | None, outcome: _Outcome, session: Session) -> Conversation:
     result, turns = outcome.result, rows[-1].turns if rows else ()
-    calls = tuple(number for row in rows for number in row.calls) if result.call_rewards else ()
+    calls = tuple(number for row in rows for number in row.calls)
     rewards = tuple(result.call_rewards[one] if one < len(result.call_rewards) else 0.0 for one in calls)
+    if not result.call_rewards:
+        rewards, calls = (), () if sorted(calls) == [*calls] else calls
+    at = -1 if judged is None else rows[-1].numbers.index(judged.number)
     endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": len(rows)}
     endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
     endpoint |= {"ignored": session.ignored} if session.ignored else {}
     metadata = {**result.metadata, "endpoint": endpoint}
-    return Conversation(turns, result.reward, result.success, outcome.failure, (metadata,), rewards, calls)
+    outcomes = result.reward, result.success, outcome.failure, (metadata,)
+    return Conversation(turns, *outcomes, rewards, calls, at, result.answer)

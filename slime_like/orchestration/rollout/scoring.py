@@ -83,13 +83,17 @@ class Scorer:
         self._lock = threading.Lock()  # guards the tokenizer
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
-        """Score every rollout with all reward functions, in order, a group's greedy one last. They get the model's last
-        turn. Conversations that failed have no reward, and no function gets them."""
+        """Score every rollout with all reward functions, in order, a group's greedy one last. They get the judged turn,
+        by default the last, or an agent's answer. Conversations that failed have no reward, and no function gets
+        them."""
         every = [one for group in groups for one in rollouts_of([*group.trajectories, *group.greedy])]
         rollouts = [one for one in every if one.last.conversation is None or one.last.conversation.failure is None]
         prompt_tokens = [group.prompt_tokens for group in groups]
         with self._lock:
-            responses = list(self._form.decode_turns(_judged_tokens(rollout, self._stops) for rollout in rollouts))
+            turns = self._form.decode_turns(_judged_tokens(rollout, self._stops) for rollout in rollouts)
+            responses = [
+                _answer(rollout.last.conversation, turn) for rollout, turn in zip(rollouts, turns, strict=True)
+            ]
             texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
@@ -204,6 +208,10 @@ class Scorer:
         return metadata
 
 
+def _answer(conversation: Conversation | None, turn: str) -> str:
+    return turn if conversation is None or conversation.answer is None else conversation.answer
+
+
 def _judged_tokens(
     rollout: Rollout[UnscoredTrajectory], stops: Collection[int] | None
 ) -> tuple[list[int], list[int], Collection[int] | None]:
@@ -213,7 +221,8 @@ def _judged_tokens(
     """
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
-    start, end = turns[-1] if turns else (0, row.response_len)
+    at = -1 if row.conversation is None else row.conversation.judged
+    start, end = turns[at] if turns else (0, row.response_len)
     prompt, response = row.prompt_tokens.tolist(), row.response_tokens.tolist()
     stops = () if rollout.finish_reason in ("length", "abort") else stops
     return prompt + response[:start], response[start:end], stops

@@ -307,7 +307,8 @@ async def rollout(template: str) -> Session:
 def test_excluded_calls_carry_no_loss(template: str, kinds: tuple[Untrained, ...], trained: str) -> None:
     """The second template rewrites the past, so that each call is a row."""
     session = asyncio.run(rollout(TEMPLATES[template]))
-    rows = session.rows(kinds)
+    rows, judged = session.rows(kinds)
+    assert judged is session.tree.turns[-1] and rows[-1].segment.token_ids.tolist()[-1] == judged.token_ids[-1]
     ids = [token for row in rows for token in row.segment.token_ids[row.segment.loss_mask].tolist()]
     assert sorted(TOKENIZER.decode(ids).replace("<eos>", "")) == sorted(trained)
     ends = {*trained} & {*"014c"} if template == "plain" else trained
@@ -318,10 +319,10 @@ def test_excluded_calls_leave_what_remains() -> None:
     session = asyncio.run(rollout(PLAIN))
     turns = session.tree.turns
     turns[:] = turns[:3]
-    assert len(session.rows(("discarded",))) == 3
+    assert len(session.rows(("discarded",))[0]) == 3
     session = asyncio.run(rollout(PLAIN))
     session.tree.turns[:] = session.tree.turns[:1]
-    assert session.rows(("other_models", "side_chains")) == []
+    assert session.rows(("other_models", "side_chains")) == ([], None)
     session = asyncio.run(rollout(PLAIN))
     first, middle, last = session.tree.turns[3:6]
     session.tree.turns[:] = [first, middle, last]
@@ -329,3 +330,49 @@ def test_excluded_calls_leave_what_remains() -> None:
     trained = [*first.generation.token_ids, *last.generation.token_ids]
     assert row.segment.token_ids[row.segment.loss_mask].tolist() == trained
     assert row.segment.token_ids.tolist() == last.token_ids[len(first.prompt.input.token_ids) :]
+
+
+SHELL = ("shell", "read")
+
+
+@pytest.mark.parametrize(
+    ("calls", "judged", "trained"),
+    [
+        # history, its tools, whether it goes on, and the answer
+        ("main 1 shell, main 2 shell, memory N none", "2", "12"),
+        ("main 1 shell, main 2 shell, title T none", "2", "12"),
+        ("title T none, main 1 shell", "1", "1"),
+        ("main 1 shell, main 2 shell, main S shell, short 3 shell, short 4 shell", "4", "12S34"),
+        ("main 1 shell, helper a read, helper b read, main 2 shell, main 3 shell", "3", "123"),
+        ("main 1 shell, helper a shell, helper b shell, main 2 shell", "2", "1ab2"),
+    ],
+)
+def test_the_judged_turn_and_auxiliary_calls(calls: str, judged: str, trained: str) -> None:
+    """A memory subagent or a title that comes last, a compaction, and subagents with and without other tools."""
+    said, histories = list[str](), dict[str, list[Message]]()
+
+    async def sample(_: Any) -> Generation:
+        return generation([*TOKENIZER.encode(said.pop(), add_special_tokens=False), TOKENIZER.eos_token_id])
+
+    async def run() -> Session:
+        made = tokenizer("{{ tools }}" + TEMPLATES["plain"])
+        session = Session(ChatFormat(made), sample, response_form(made, "none"), SessionLimits(99, 99, 9999))
+        for history, text, names in (call.split() for call in calls.split(", ")):
+            said.append(text)
+            messages = histories.setdefault(history, [Message("user", history)])
+            tools = tuple({"type": "function", "function": {"name": name}} for name in SHELL if name == names)
+            turn = await session.call(Call(tuple(messages), tools))
+            messages += [turn.forms[0], Message("user", "next")]
+        return session
+
+    session = asyncio.run(run())
+    main = trained if "helper a shell" not in calls else "12"
+    for kinds, expected in ((("auxiliary",), trained), (("side_chains",), main)):
+        rows, found = session.rows(kinds)
+        assert found is not None
+        assert TOKENIZER.decode(found.generation.token_ids) == f"{judged}<eos>"
+        assert found.number == rows[-1].numbers[-1]
+        ids = [token for row in rows for token in row.segment.token_ids[row.segment.loss_mask].tolist()]
+        assert sorted(TOKENIZER.decode(ids).replace("<eos>", "")) == sorted(expected)
+    rows, found = session.rows(())
+    assert found is not None and found.number in rows[-1].numbers  # judged, though everything is trained

@@ -142,6 +142,16 @@ def test_a_row_for_each_segment() -> None:
     assert [rollout.sampled_len for rollout in rollouts_of(rows)] == LENGTHS
 
 
+@pytest.mark.parametrize(("judged", "answer", "text"), [(-1, None, "CD"), (0, None, "AB"), (0, "So 7.", "So 7.")])
+def test_what_reward_functions_get(judged: int, answer: str | None, text: str) -> None:
+    talk = Conversation(((0, 2), (3, 5)), judged=judged, answer=answer)
+    group = to_group(
+        Prompt(PromptInput(ids("p")), "", 7, 0, 0), [generation(segment("p", "ABxCD"), conversation=talk)], 1
+    )
+    Scorer(config(), cast(Any, pool := Pool()), Tokenizer()).outcomes([group])
+    assert [item.response for item in pool.items] == [text]
+
+
 whole = segment("p", "AB")
 MALFORMED = {
     "no prompt": generation(replace(whole, prompt=PromptInput(ids("")))),
