@@ -40,7 +40,7 @@ CASES = {
     "calculator": Case(recipe="calculator"),
     "ahead": Case(settings=_AHEAD),
     "constant reward": Case(frozenset({"no_gradient"}), 8, settings=_reward("always_one")),
-    "failing reward": Case(frozenset({"failed_samples"}), 5, settings=_reward("fails_often")),
+    "failing reward": Case(frozenset({"failed_samples"}), 8, settings=_reward("fails_often")),
     "slow reward": Case(frozenset({"slow_phase"}), 25, settings=_reward("slows_down", quick_calls=800, seconds=0.3)),
     "slow reward ahead": Case(
         frozenset({"idle_trainers"}), 14, settings={**_AHEAD, **_reward("slows_down", quick_calls=0, seconds=0.3)}
@@ -70,6 +70,7 @@ def run(out: Path, name: str, case: Case) -> tuple[object, ...]:
         "data.train": data / "train.jsonl",
         "evaluation.files": data / "eval.jsonl",
         "rollout.engine": "transformers",
+        "trainer.cpu_threads": 1,
         "logging.tensorboard": "false",
         **case.settings,
     }
@@ -89,7 +90,8 @@ def prepare(out: Path, recipe: str) -> None:
     run_to_its_end([*_SLIME, "make-tiny-model", str(base / "model"), "--force"], out / f"{recipe}-model.log", cwd=REPO)
     data = base / "model" / "data" / ("calculator" if recipe == "calculator" else "")
     settings = {"run_dir": base / "warm_start", "model.path": base / "model", "data.train": data / "sft.jsonl"}
-    command = [*_SLIME, "train", f"configs/{recipe}_warm_start.yaml", "--resume", "never", *flags(settings)]
+    settings |= {"resume": "never", "trainer.cpu_threads": 1}
+    command = [*_SLIME, "train", f"configs/{recipe}_warm_start.yaml", *flags(settings)]
     run_to_its_end(command, out / f"{recipe}-start.log", cwd=REPO)
 
 
