@@ -8,6 +8,9 @@ from typing import TypeVar
 DONE, FAILED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 0, 1, 2, 130, 141
 """Exit codes of a command, or of a launched node."""
 
+HEALTH_STOP = "health-stop"
+"""Code of the end of a run by a rule of ``health.stop_on``. A restart would meet the same fault."""
+
 _FIELD = re.compile(r"[a-z_]+(?:\.\w+)+|[a-z_]+(?==)")
 
 LIKELY_KILLER = "most often the kernel's out-of-memory killer ended it (see dmesg)"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_like.errors import DONE, FAILED, INTERRUPTED, LIKELY_KILLER, OUTPUT_CLOSED, REFUSED
+from slime_like.errors import DONE, FAILED, HEALTH_STOP, INTERRUPTED, LIKELY_KILLER, OUTPUT_CLOSED, REFUSED
 from slime_like.observability.metrics import METRICS_FILE, RESTARTS_FILE
 from slime_like.observability.names import LOSS
 from slime_like.system.disk import end_of_file, write_private
@@ -125,7 +125,7 @@ class Restarts:
     def _reason_to_end(self, death: Death, earlier: Death | None, restarts: int, fruitless: int) -> str | None:
         """Return why the run is not started again, or ``None``. ``earlier``: a cause of no machine at the same step."""
         last = f"the last failure: {death.sentence}"
-        if death.code == ENDED:
+        if death.code in (ENDED, HEALTH_STOP):
             return death.sentence
         if earlier is not None and death.code not in MACHINE:
             causes = f"first: {earlier.sentence}; then: {death.sentence}"

@@ -113,6 +113,13 @@ def test_a_run_that_is_done_rejected_or_interrupted_is_not_started_again(run: Ru
     assert run({"code": code}, DONE) == (code, [["first"]], [])
 
 
+def test_a_run_that_a_rule_ended_is_not_started_again(run: Run) -> None:
+    """It has saved a checkpoint, from which the next start would train one more step, and so on."""
+    ended: list[str] = []
+    assert run(fault("health-stop", rows=[1], saves=[1]), DONE, on_end=ended.append) == (1, [["first"]], [])
+    assert len(ended) == 1 and "because of health-stop" in ended[0]
+
+
 def test_a_step_that_fails_twice_without_a_machine_ends_the_run(
     run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

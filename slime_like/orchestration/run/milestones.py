@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.config.roles import CRITIC, POLICY
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import HEALTH_STOP, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
@@ -81,7 +81,7 @@ class Milestones:
         if stop is not None:
             self._finish_save()
             problem, remedy = f"step {step}: {stop.text}", f"remove health.stop_on={stop.rule} to continue nevertheless"
-            raise SlimeLikeError(problem, code="health-stop", who=f"health.{stop.rule}", remedy=remedy)
+            raise SlimeLikeError(problem, code=HEALTH_STOP, who=f"health.{stop.rule}", remedy=remedy)
 
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, then write and return the summary. Call after the last step."""
