@@ -89,8 +89,8 @@ def prepare(out: Path, recipe: str) -> None:
         return
     run_to_its_end([*_SLIME, "make-tiny-model", str(base / "model"), "--force"], out / f"{recipe}-model.log", cwd=REPO)
     data = base / "model" / "data" / ("calculator" if recipe == "calculator" else "")
-    settings = {"run_dir": base / "warm_start", "model.path": base / "model", "data.train": data / "sft.jsonl"}
-    settings |= {"resume": "never", "trainer.cpu_threads": 1}
+    settings: dict[str, object] = {"run_dir": base / "warm_start", "model.path": base / "model"}
+    settings |= {"data.train": data / "sft.jsonl", "resume": "never", "trainer.cpu_threads": 1}
     command = [*_SLIME, "train", f"configs/{recipe}_warm_start.yaml", *flags(settings)]
     run_to_its_end(command, out / f"{recipe}-start.log", cwd=REPO)
 
