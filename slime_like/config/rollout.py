@@ -161,7 +161,7 @@ class RolloutConfig(Section):
     oversample: float = Field(1.0, ge=1, description="Ratio of started to trained groups.")
     drop_zero_spread: bool = Field(False, description="Replace groups of equal rewards (DAPO's dynamic sampling).")
     max_drops_per_step: int = Field(1000, ge=1, description="Groups that a step may replace before the run fails.")
-    max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run, also over resumes.")
+    max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines within an hour.")
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
@@ -267,7 +267,8 @@ class RewardConfig(Section):
     """A failed function's rollout. mask: not trained, and out of its group. resample: its prompt is sampled again, at
     most twice, then mask. zero: reward 0."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
-    """The run ends if a larger fraction of a step's rollouts fails, whatever becomes of them. 1: never."""
+    """If a larger fraction of a step's rollouts fails, their groups are replaced, twice an hour after the first step.
+    Then the run ends. 1: never."""
 
     def conflicts(self) -> Iterator[str]:
         names, labels = [one.name for one in self.functions], [one.label for one in self.functions]

@@ -34,7 +34,7 @@ class FrozenModelConfig(Section):
     """trainer: the trainer ranks swap in its weights. workers: separate devices score groups during sampling."""
     workers: int = Field(1, ge=1, description="Number of workers.")
     parallel: ParallelConfig = ParallelConfig()
-    max_worker_restarts: int = Field(2, ge=0, description="Restarts of failed workers in a run.")
+    max_worker_restarts: int = Field(2, ge=0, description="Restarts of failed workers within an hour.")
 
     def role(self, name: str, *fields: str, head: str = "logprob") -> ModelRole:
         """Return the role of a frozen model with these settings."""

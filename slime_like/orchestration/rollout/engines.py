@@ -2,7 +2,7 @@
 
 A failed call reveals a death; there is no heartbeat. A dead engine is taken out of service as soon as its death is
 detected, and its requests are sent again to others, from the beginning. It is replaced at the next weight sync, or
-immediately if no engine serves. Without a restart left, the error ends the run.
+immediately if no engine serves. Without a restart left in this hour, the error ends the run.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watc
 from slime_like.orchestration.rollout.engine_instance import Dispatcher, EngineCall, EngineInstance
 from slime_like.orchestration.rollout.requests import all_or_none
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
+from slime_like.system.budget import HourlyBudget
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.loop_thread import LoopThread
 from slime_like.weights.transports.registry import for_engine
@@ -46,7 +47,7 @@ class Engines:
 
     Attributes:
         instances: one start of each engine, numbered from 0.
-        restarts: number of replacements so far, also in the run's earlier starts.
+        restarts: budget of replacements.
         replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
         thread: runs ``generate``.
     """
@@ -64,7 +65,7 @@ class Engines:
         self._note = note
         self._shared_devices: Sequence[str] = ()
         self.instances: list[EngineInstance] = []
-        self.restarts = 0
+        self.restarts = HourlyBudget(config.rollout.max_engine_restarts)
         self.replace_and_sync: Callable[[], object] | None = None
         self.thread = LoopThread()
         self._lock = threading.Lock()  # guards deaths
@@ -183,7 +184,7 @@ class Engines:
 
     @property
     def _restarts_left(self) -> int:
-        return self._config.rollout.max_engine_restarts - self.restarts - len(self.dead)
+        return self.restarts.left - len(self.dead)
 
     def replace_dead(self) -> None:
         """Start dead engines again. They serve nothing until ``admit``, since they need the current weights first.
@@ -198,7 +199,7 @@ class Engines:
             for index in (each.index for each in dead):
                 shared = self._shared_devices
                 self.instances[index] = EngineInstance.launch(self._config, self._placement, index, shared)
-            self.restarts += len(dead)
+            self.restarts.use(len(dead))
         started = self.ask("start", phase="starting again", instances=[self.instances[each.index] for each in dead])
         started.result(self._config.engine_start_timeout_s + _IMPORTS_S)
         for each in dead:

@@ -165,8 +165,8 @@ class GroupTable:
             rewarded = self.at(REWARDED)
             if self.takes_all and len(rewarded) < self.gate.room - len(self.at(READY)):
                 return
-            self.failures.check()
-            reasons = {group: self._reason_to_drop(group.rewarded) for group in rewarded}
+            is_outage = self.failures.check()
+            reasons = {group: self._reason_to_drop(group.rewarded, is_outage) for group in rewarded}
             at_end = self._after_rewards == READY
             self.ledger.add([each.prompt.group_id for each, reason in reasons.items() if reason or at_end], SCORED)
             for group, reason in reasons.items():
@@ -179,9 +179,9 @@ class GroupTable:
             self._issue()
             self.changed.notify_all()
 
-    def _reason_to_drop(self, rewarded: RewardedGroup) -> str | None:
-        """Return why the group has no training signal, if so."""
-        if not rewarded.group.trajectories:
+    def _reason_to_drop(self, rewarded: RewardedGroup, is_outage: bool) -> str | None:
+        """Return why the group has no training signal, or is lost to an outage, if so."""
+        if not rewarded.group.trajectories or (is_outage and (rewarded.failed or rewarded.zeroed)):
             return "failures"
         rewards = weighted_rewards(self.config.reward, rewarded.rewards)  # differing lengths don't make a group useful
         is_flat = float(rewards.max() - rewards.min()) <= self.config.algorithm.least_spread

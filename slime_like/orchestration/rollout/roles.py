@@ -14,6 +14,7 @@ from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.observability.names import scoring_metrics
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
+from slime_like.system.budget import HourlyBudget
 
 
 @dataclass(eq=False, slots=True)
@@ -31,11 +32,10 @@ class RoleQueue:
     Args:
         role: name of the role.
         request_tokens: limit on the tokens of waiting groups that are scored together.
-        max_restarts: limit on worker restarts.
+        max_restarts: limit on worker restarts within an hour.
         source: the only source whose groups are scored; ``None``: all groups.
 
     Attributes:
-        restarts: number of restarts so far, also in the run's earlier starts.
         news: a sentence about every worker that left or returned.
     """
 
@@ -45,8 +45,7 @@ class RoleQueue:
         self.news: list[str] = []
         self._request_tokens = request_tokens
         self._changed = threading.Condition()  # guards everything below
-        self._max_restarts = max_restarts
-        self.restarts = 0
+        self._restarts_left = HourlyBudget(max_restarts)
         self._workers = 0
         self._end: BaseException | None = None
         self._jobs: deque[_Job] = deque()
@@ -189,6 +188,4 @@ class RoleQueue:
     def _may_restart(self) -> bool:
         """Use up a restart, if one is left and the queue has not ended."""
         with self._changed:
-            may = self._end is None and self.restarts < self._max_restarts
-            self.restarts += may
-            return may
+            return self._end is None and self._restarts_left.use()

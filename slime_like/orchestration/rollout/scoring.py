@@ -17,8 +17,12 @@ from slime_like.orchestration.rollout.requests import turn_form
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.answers import without_opening
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.system.budget import HourlyBudget
 from slime_like.system.words import pluralize
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
+
+MAX_OUTAGES = 2
+"""Steps within an hour whose failed groups are replaced although too many failed."""
 
 OUTCOME, MASKED, RESAMPLED, ZEROED = "outcome", "masked", "resampled", "zeroed"
 """Key in the metadata of failed rollouts, and what became of them."""
@@ -251,6 +255,7 @@ class StepFailures:
         rollouts, failures: all rollouts since a batch was last formed, without those to be sampled again, and metadata
             of those that failed.
         dropped: groups dropped since a batch was last formed.
+        outages: budget of steps with too many failures, once a batch was formed. ``news``: a sentence about each.
     """
 
     step_rollouts: int
@@ -260,23 +265,32 @@ class StepFailures:
     rollouts: int = 0
     failures: list[Mapping[str, Any]] = field(default_factory=list)
     dropped: int = 0
+    outages: HourlyBudget = field(default_factory=lambda: HourlyBudget(0))
+    news: list[str] = field(default_factory=list)
 
     def form(self) -> None:
         """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
-        self.dropped = 0
+        self.dropped, self.outages.limit = 0, MAX_OUTAGES
         if self.rollouts >= self.step_rollouts:
             self.rollouts, self.failures = 0, []
 
-    def check(self) -> None:
-        """Raise ``RewardError`` if too many rollouts have failed, of at least as many as a step has."""
+    def check(self) -> bool:
+        """Return whether too many rollouts have failed, of at least as many as a step has: other prompts must replace
+        the groups with failures. Raise ``RewardError`` if that happens too often."""
         failed = len(self.failures)
-        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
-            raise RewardError(
-                f"{failed} of {pluralize(self.rollouts, 'rollout')} for one step failed "
-                f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}",
-                code="too-many-failures",
-                remedy="correct what failed, or raise the fraction",
-            )
+        if self.rollouts < self.step_rollouts or failed <= self.max_fraction * self.rollouts:
+            return False
+        problem = (
+            f"{failed} of {pluralize(self.rollouts, 'rollout')} for one step failed "
+            f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}"
+        )
+        if not self.outages.use():
+            remedy = "correct what failed, or raise the fraction"
+            raise RewardError(problem, code="too-many-failures", remedy=remedy)
+        count = f"outage {self.outages.used} of {MAX_OUTAGES} within an hour"
+        self.news.append(f"{problem}; other prompts replace their groups ({count})")
+        self.rollouts, self.failures = 0, []
+        return True
 
     def drop(self, reason: str) -> None:
         """Count a dropped group. Raise ``RewardError`` if there are too many."""

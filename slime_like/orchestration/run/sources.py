@@ -27,8 +27,6 @@ from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
 _READY_GROUPS = "queues/train_replay_buffer_size"
-_RESTARTS, _ENGINES = "restarts", "engines"
-"""State of a checkpoint: restarts that are used up, of engines and of each role's workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +152,9 @@ class SampledGroups(Source):
         self._groups.table.serve(step)
 
     def state_dict(self) -> dict[str, Any]:
-        roles = {role.role: role.restarts for role in self._groups.roles}
-        return self._groups.table.state_dict() | {_RESTARTS: {_ENGINES: self._groups.engines.restarts, **roles}}
+        return self._groups.table.state_dict()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        restarts = checkpoint.state.get(_RESTARTS, {})
-        self._groups.engines.restarts = restarts.get(_ENGINES, 0)
-        for role in self._groups.roles:
-            role.restarts = restarts.get(role.role, 0)
         self._groups.table.prompts.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
         self._groups.table.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
@@ -182,8 +175,8 @@ class SampledGroups(Source):
         if self._is_first_step:
             notes.append(str(self._report))
             self._is_first_step = False
-        for role in self._groups.roles:
-            notes += [role.news.pop(0) for _ in range(len(role.news))]
+        for news in (table.failures.news, *(role.news for role in self._groups.roles)):
+            notes += [news.pop(0) for _ in range(len(news))]
         metrics = {
             _READY_GROUPS: float(ready),
             "queues/rollout_queue_size": float(len(table.at()) - ready),

@@ -12,6 +12,7 @@ from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.registry import LOCAL, QUICK, ROW, SERVICES
+from slime_like.system.budget import HourlyBudget
 from slime_like.system.loop_thread import LoopThread
 
 _SHOWN_CHARS = 60
@@ -20,6 +21,8 @@ _SUSPICIOUS_ITEMS = 8
 _SUSPICIOUS_PROMPTS = 8
 """Number of prompts in a row whose responses all failed. Prompts are counted, because all responses to one prompt fail
 together if its row has an unusable answer, and a call may be about a single prompt."""
+_MAX_OUTAGES = 4
+"""Number of times within an hour that functions which have answered before may fail as above."""
 _FULL_TIMEOUTS = 8
 _MAX_TIMEOUTS = 100
 _SHORTENED = 0.1
@@ -85,6 +88,7 @@ class FailureCounter:
         self._full = _FULL_TIMEOUTS * config.workers if QUICK.issuperset(self._functions) else self._max
         self._has_answered = False  # some item got a reward, or was to blame for having none
         self._failed = Counter[str]()
+        self._outages = HourlyBudget(_MAX_OUTAGES)
         self._lock = Lock()
         self._seen = self._timeouts = 0
         self._about: dict[str, Any] = {}
@@ -142,6 +146,10 @@ class FailureCounter:
             self._reject(answers[-1], f"failed on all responses to {in_a_row} {what} in a row, {where}")
 
     def _reject(self, answer: Mapping[str, Any], what: str) -> None:
+        """Raise ``RewardError``, unless functions that have answered before have an outage, which may pass."""
+        if self._has_answered and self._outages.use():
+            self._failed.clear()
+            return
         name, reason = answer.get("function"), answer["reason"]
         why, remedy = answer.get("detail", "the end of its worker"), "correct the function or the answers in the data"
         if "detail" not in answer and reason == "timeout":

@@ -1,7 +1,6 @@
 """Played engines: where requests go, what a death costs, and the weights and memory of replacements."""
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,9 @@ from slime_like.orchestration.rollout import engine_instance
 from slime_like.orchestration.rollout import engines as module
 from slime_like.orchestration.rollout.engine_instance import EngineInstance
 from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
-from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.run.sources import SampledGroups
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.system import budget
 from tests.support.pending import Later, OneRank
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -320,7 +318,7 @@ def test_an_engine_may_die_at_any_call(make: Callable[..., Run], placement: str,
         run.go()
         run.sample()  # finds a death at the very last call, which the next sync repairs
         run.sync.run(STEPS)
-        assert run.engines.restarts == 1, dies_at
+        assert run.engines.restarts.used == 1, dies_at
         assert [note.startswith("engine 0 was restarted (") for note in run.notes] == [True]
         assert len(run.engines.serving) == count
         assert all(engine.alive and engine.version == STEPS for engine in run.engines.all)
@@ -369,7 +367,7 @@ def test_no_death_excuses_a_failed_check(
     run.sync._probe.sequences = []
     with rejects(WeightSyncError, "tensors-differ"):
         run.sync.run(0)
-    assert run.engines.restarts == 0
+    assert run.engines.restarts.used == 0
 
 
 def test_all_engines_are_asked_at_the_same_time(make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,28 +376,21 @@ def test_all_engines_are_asked_at_the_same_time(make: Callable[..., Run], monkey
     assert not run.engines.find_dead(EngineError("refused"))
 
 
-def test_restarts_count_over_a_runs_starts(make: Callable[..., Run], rejects: Rejects) -> None:
+def test_restarts_count_within_an_hour(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now[0]))
     run = make("separate", restarts=1, count=1)
-    run.engines.all[0].die()
-    assert run.engines.find_dead(EngineError("killed"))
-    run.sync.run(0)
-    role = RoleQueue("reference", 10, max_restarts=2)
-    role.restarts = 2
-    groups: Any = SimpleNamespace(engines=run.engines, roles=[role], table=Mock(**{"state_dict.return_value": {}}))
-    state = json.loads(json.dumps(SampledGroups(groups, run.turns, run.sync, None).state_dict()))
-    assert state["restarts"] == {"engines": 1, "reference": 2}
-    again = make("separate", restarts=1, count=1)
-    resumed: Any = SimpleNamespace(
-        engines=again.engines,
-        roles=[RoleQueue("reference", 10, max_restarts=2)],
-        table=Mock(),
-    )
-    checkpoint: Any = SimpleNamespace(state=state, data_position=dict, file=lambda name: name)
-    SampledGroups(resumed, again.turns, again.sync, None).restore(checkpoint)
-    assert not resumed.roles[0]._may_restart()
-    again.engines.all[0].die()
+    for hours in (0.0, 1.001):
+        now[0] = 3600 * hours
+        run.engines.all[-1].die()
+        assert run.engines.find_dead(EngineError("killed"))
+        run.sync.run(0)
+    now[0] += 3599
+    run.engines.all[-1].die()
     with rejects(EngineError, "engine"):
-        again.sync.run(0)
+        run.sync.run(0)
 
 
 def test_a_replacement_serves_only_with_the_current_weights(make: Callable[..., Run]) -> None:
@@ -586,4 +577,4 @@ def test_an_evaluation_replaces_its_only_engine(engines_of: Callable[..., Played
     engines, counts = engines_of(), list[int]()
     engines.all[0].answers_all, engines.all[0].alive = True, not dies
     assert engines.generate_all([request(name) for name in "abc"], counts.append) == [ANSWER] * 3
-    assert counts == sorted(counts) and counts[-1] == 3 and engines.restarts == dies
+    assert counts == sorted(counts) and counts[-1] == 3 and engines.restarts.used == dies

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
+from slime_like.system import budget
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.rollout.test_groups import (
@@ -181,6 +183,18 @@ class Outage:
         ]
 
 
+class LateOutage(Outage):
+    """Pool that cannot be reached for this many times the groups of a step, after those of the first step."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(1, 0)
+        self.lost = range(PROMPTS, (1 + steps) * PROMPTS)
+
+    def score(self, items: Sequence[RewardItem], groups: Sequence[int]) -> list[RewardOutcome]:
+        found = zip(groups, super().score(items, groups), strict=True)
+        return [LOST if group in self.lost else outcome for group, outcome in found]
+
+
 def started(run_dir: Path, outage: Outage, reward: dict[str, Any], **rollout: Any) -> tuple[Groups, ShuffledEngines]:
     scorer = Scorer(settings(run_dir, reward, **rollout), cast(Any, outage), Tokenizer())
     engines = ShuffledEngines(0, dies_at=(5,))
@@ -230,6 +244,26 @@ def test_as_many_failures_as_allowed_do_not_end_the_run(run_dir: Path) -> None:
     outage, reward = Outage(every=2, times=1), {"on_failure": "zero", "max_failed_fraction": 0.5}
     assert len(trained_by(*started(run_dir, outage, reward))) == STEPS * PROMPTS
     assert audit_run(run_dir).failed == {"zeroed: timeout": STEPS * PROMPTS * SAMPLES // 2}
+
+
+def test_an_outage_of_a_later_step_is_survived(run_dir: Path) -> None:
+    """All rollouts of a step fail. Other prompts replace their groups, and every group is accounted for."""
+    groups, engines = started(run_dir, outage := LateOutage(1), {})
+    trained, audit = trained_by(groups, engines), audit_run(run_dir)
+    assert not audit.problems and audit.dropped == {"failures": PROMPTS} and audit.trained == STEPS * PROMPTS
+    assert sorted(trained) == [number for number in range((STEPS + 1) * PROMPTS) if number not in outage.lost]
+    (note,) = groups.table.failures.news
+    assert f"{PROMPTS * SAMPLES} of {PROMPTS * SAMPLES} rollouts for one step failed" in note and "1 of 2" in note
+
+
+def test_the_third_outage_within_an_hour_ends_the_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
+    with rejects(RewardError, "too-many-failures"):
+        trained_by(*started(run_dir, LateOutage(3), {}))
+    now = iter(range(0, 10**9, 2000))  # each outage comes more than an hour after the one before the last
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert len(trained_by(*started(tmp_path, LateOutage(3), {}))) == STEPS * PROMPTS
 
 
 def test_an_outage_of_one_step_is_survived(run_dir: Path) -> None:

@@ -188,6 +188,8 @@ def test_responses_that_hang_end_the_run_unless_a_prompt_or_they_themselves_are_
     failures = counter("judge", workers=1)
     failures.record([], "a", {"samples": []})
     hang(failures, "a" * 8)  # other prompts had answers
+    for _ in range(4):
+        hang(failures, "abcdefgh")  # outages, which may pass
     with rejects(RewardError, "reward-function-fails"):
         hang(failures, "abcdefgh")
     hang(counter("format", workers=1), "abcdefgh", fault="response")
