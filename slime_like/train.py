@@ -40,8 +40,7 @@ def train(config: RunConfig) -> TrainSummary:
     if config.trainer.is_planned:
         config = load_option("memory-planner")(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
-    with open_run(config) as run:
-        recorder = StepRecorder(run)
+    with open_run(config) as run, StepRecorder(run) as recorder:
         milestones = Milestones(run, recorder)
         with run.progress.waiting("first weight sync"):
             run.source.start(version=run.finished_steps)

@@ -1,6 +1,5 @@
 """A webhook that gets alarms as JSON. Its failures never end a run."""
 
-import atexit
 import os
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
@@ -20,9 +19,8 @@ class Webhook:
         self._rows = SimpleQueue[Mapping[str, Any] | None]()
         self._thread = Thread(target=self._send, name="webhook", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
 
-    def __call__(self, row: Mapping[str, Any]) -> None:
+    def post(self, row: Mapping[str, Any]) -> None:
         self._rows.put(row)
 
     def close(self) -> None:

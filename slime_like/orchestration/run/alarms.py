@@ -1,16 +1,22 @@
 """Alarms of a run: what its health rules raise is told on the screen, in a file, and to a webhook."""
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from slime_like.errors import SlimeLikeError
 from slime_like.observability.health import CHECKPOINT_SHARE, EVENTS_FILE, STEPS_KEPT, Alarm, Health
 from slime_like.observability.metrics import METRICS_FILE, current_records, open_for_append, read_lines, write_lines
 from slime_like.observability.names import STEP_TIME
 from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.trainer.checkpoint import latest_checkpoint
 from slime_like.plugins.options import load_option
+
+FAILED = "failed"
+"""Rule of an error that ends the run."""
 
 
 class RunAlarms:
@@ -24,7 +30,8 @@ class RunAlarms:
     def __init__(self, run: Run) -> None:
         self._run, config = run, run.config.health
         self.health = Health(config, _history(run) if run.finished_steps else ())
-        self._post = load_option("webhook")(config.webhook, run.progress.note) if config.webhook else None
+        self._webhook = load_option("webhook")(config.webhook, run.progress.note) if config.webhook else None
+        self._step = run.finished_steps
         self._sized: tuple[Path | None, int] = None, 0
         self.stop: Alarm | None = None
 
@@ -33,16 +40,28 @@ class RunAlarms:
 
         Raises ``SlimeLikeError`` if the disk rejects the events.
         """
+        self._step = step
         alarms = self.health.check(step, {**metrics, **self._disk()})
         for alarm in alarms:
             self._run.progress.note(f"step {step}, {alarm.severity} of health.{alarm.rule}: {alarm.text}")
-            with open_for_append(self._run.config.run_dir / EVENTS_FILE) as file:
-                write_lines(file, [asdict(alarm)])
-            if self._post is not None:
-                self._post(asdict(alarm))
+            self._tell(alarm)
             if alarm.severity != "cleared" and alarm.rule in self._run.config.health.stop_on:
                 self.stop = alarm
         return alarms
+
+    def close(self, error: BaseException | None) -> None:
+        """Tell about an error that ends the run, and wait a bounded time until the webhook has been told."""
+        if isinstance(error, Exception) and self.stop is None:
+            with suppress(SlimeLikeError):  # the disk may be full; the error that ends the run is reported anyway
+                self._tell(Alarm(self._step + 1, time.time(), FAILED, "alarm", 0.0, 0.0, str(error)))
+        if self._webhook is not None:
+            self._webhook.close()
+
+    def _tell(self, alarm: Alarm) -> None:
+        if self._webhook is not None:
+            self._webhook.post(asdict(alarm))
+        with open_for_append(self._run.config.run_dir / EVENTS_FILE) as file:
+            write_lines(file, [asdict(alarm)])
 
     def _disk(self) -> dict[str, float]:
         """Compare the size of a checkpoint with the free space; nothing before the first one."""

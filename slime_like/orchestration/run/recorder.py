@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
@@ -40,8 +41,8 @@ _ZERO_SPREAD = 1e-6
 Rollouts = Sequence[Rollout[ScoredTrajectory]]
 
 
-class StepRecorder:
-    """Recorder of training steps."""
+class StepRecorder(AbstractContextManager["StepRecorder"]):
+    """Recorder of training steps. A context manager: an error that leaves it is an alarm."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -51,6 +52,9 @@ class StepRecorder:
         self.alarms = RunAlarms(run)
         self._failures = ScoringFailures()
         self._watches_programs = bool(run.config.rollout.agent.command)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.alarms.close(error)
 
     @property
     def tokens_per_second(self) -> float:

@@ -207,12 +207,12 @@ def test_a_webhook_gets_rows_in_order_and_failures_are_noted_once(
     notes: list[str] = []
     with closing(Webhook("$RECEIVER", notes.append)) as webhook:
         for step in range(3):
-            webhook({"step": step})
+            webhook.post({"step": step})
     assert receiver.rows == [{"step": step} for step in range(3)] and notes == []
     receiver.status = 500
     with closing(Webhook("$RECEIVER", notes.append)) as webhook:
-        webhook({"step": 3})
-        webhook({"step": 4})
+        webhook.post({"step": 3})
+        webhook.post({"step": 4})
     assert len(receiver.rows) == 5
     (note,) = notes
     assert "status 500" in note and "secret" not in note
@@ -222,7 +222,7 @@ def test_a_webhook_that_is_gone_takes_no_time_of_the_run() -> None:
     notes: list[str] = []
     started = time.monotonic()
     webhook = Webhook("http://127.0.0.1:9/", notes.append)
-    webhook({"step": 1})
+    webhook.post({"step": 1})
     assert time.monotonic() - started < 1
     webhook.close()
     assert len(notes) == 1 and "ConnectError" in notes[0]

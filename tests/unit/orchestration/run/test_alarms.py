@@ -33,7 +33,8 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_an_alarm_is_noted_written_and_posted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     posted: list[Any] = []
-    monkeypatch.setattr(module, "load_option", lambda name: lambda url, note: posted.append)
+    webhook = SimpleNamespace(post=posted.append, close=lambda: posted.append("closed"))
+    monkeypatch.setattr(module, "load_option", lambda name: lambda url, note: webhook)
     run = a_run(tmp_path, "--health.webhook", "http://127.0.0.1:9/", "--health.stop_on", "[disk]")
     found = RunAlarms(run)
     assert [alarm.rule for alarm in found.check(3, REPEATED)] == ["repeated_text"]
@@ -42,6 +43,27 @@ def test_an_alarm_is_noted_written_and_posted(tmp_path: Path, monkeypatch: pytes
     assert (row["step"], row["severity"], row["value"], row["threshold"]) == (3, "warning", 0.2, 0.1)
     assert run.progress.notes == [f"step 3, warning of health.repeated_text: {row['text']}"]
     assert found.check(4, REPEATED) == [] and found.stop is None and len(events(tmp_path)) == 1
+    found.close(None)
+    assert posted == [row, "closed"]
+
+
+def test_an_error_that_ends_the_run_is_an_alarm(tmp_path: Path) -> None:
+    """Not an interrupt, nor the end by a rule, which was told. A disk that is full does not hide the error."""
+    (tmp_path / "metrics.jsonl").touch()
+    found = RunAlarms(a_run(tmp_path, finished_steps=4))
+    found.close(KeyboardInterrupt())
+    assert not (tmp_path / EVENTS_FILE).exists()
+    found.close(SlimeLikeError("the loss is not finite", code="x", who="rank 1"))
+    (row,) = events(tmp_path)
+    assert (row["step"], row["rule"], row["severity"]) == (5, "failed", "alarm")
+    assert row["text"] == "rank 1: the loss is not finite"
+    (tmp_path / EVENTS_FILE).unlink()
+    (tmp_path / EVENTS_FILE).symlink_to("/dev/full")
+    found.close(ValueError("the cause"))
+    found.stop = Alarm(5, 0.0, "disk", "warning", 1.0, 2.0, "little room")
+    (tmp_path / EVENTS_FILE).unlink()
+    found.close(SlimeLikeError("the end", code="health-stop"))
+    assert not (tmp_path / EVENTS_FILE).exists()
 
 
 def test_a_disk_with_little_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_the_time_of_records_and_milestones_belongs_to_no_step(tmp_path: Path, m
 
     monkeypatch.setattr(module, "open_run", lambda _: nullcontext(run))
     monkeypatch.setattr(module, "PhaseClock", lambda: PhaseClock(lambda: now_s * 10**9))
-    monkeypatch.setattr(module, "StepRecorder", lambda _: SimpleNamespace(record=record))
+    monkeypatch.setattr(module, "StepRecorder", lambda _: nullcontext(SimpleNamespace(record=record)))
     milestones = SimpleNamespace(
         before_first=lambda: spend(10), after=lambda _: spend(1000), finish=lambda wall_s: None
     )
