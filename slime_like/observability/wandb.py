@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import wandb
-
 from slime_like.config import LoggingConfig
 from slime_like.observability.metrics import WANDB_ID
 
@@ -17,7 +15,10 @@ class WandbTracker:
     """
 
     def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
+        import wandb  # an extra, which this module does not need to be found
+
         kept = run_dir / WANDB_ID
+        self._table = wandb.Table
         self._run: Any = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
@@ -34,7 +35,7 @@ class WandbTracker:
         self._run.log(dict(values), step=step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({name: table}, step=step)
 
     def close(self) -> None:
