@@ -119,6 +119,7 @@ class _Watch(threading.Thread):
         super().__init__(name="time limits", daemon=True)
         self.lock = threading.Lock()
         self.ends: dict[int, float] = {}
+        self._interrupted = set[int]()
 
     @staticmethod
     @cache
@@ -132,12 +133,15 @@ class _Watch(threading.Thread):
             with self.lock:
                 for thread, end in self.ends.items():
                     if time.clock_gettime(time.pthread_getcpuclockid(thread)) > end:
+                        self._interrupted.add(thread)
                         _raise_in(thread, ctypes.py_object(TimeLimitExceeded))
 
     def forget(self, thread: int) -> None:
         with self.lock:
             self.ends.pop(thread, None)
-            _raise_in(thread, None)  # withdraws an interruption that has not begun
+            if thread in self._interrupted:  # otherwise Python 3.11 would hang under a profiler or debugger
+                _raise_in(thread, None)  # withdraws an interruption that has not begun
+                self._interrupted.discard(thread)
 
 
 def _raise_in(thread: int, error: "ctypes.py_object[type[Exception]] | None") -> None:

@@ -10,7 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from slime_like.system.interrupts import InterruptHandler, raise_if_interrupted, take_interrupt, take_signals_back
+from slime_like.system import interrupts
+from slime_like.system.interrupts import (
+    InterruptHandler,
+    TimeLimitExceeded,
+    raise_if_interrupted,
+    take_interrupt,
+    take_signals_back,
+    time_limit,
+)
 from slime_like.system.threads import Tracker, run_jobs
 
 
@@ -97,3 +105,16 @@ def test_a_handler_installed_in_c_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
         assert said.read() == ""
+
+
+def test_a_time_limit_touches_only_code_that_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 hangs under a profiler once an interruption was withdrawn that no thread had received."""
+    raise_in, calls = interrupts._raise_in, list[bool]()
+    monkeypatch.setattr(interrupts, "_raise_in", lambda *given: [calls.append(given[1] is None), raise_in(*given)])
+    with time_limit(60.0):
+        sum(range(100))
+    assert calls == []
+    with pytest.raises(TimeLimitExceeded), time_limit(0.1):
+        while True:
+            sum(range(100))
+    assert calls[0] is False and calls[-1] is True
