@@ -197,6 +197,8 @@ class DataConfig(Section):
     allow_special_tokens: bool = Field(False, description="Accept text that spells special tokens.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
     shuffle: bool = Field(True, description="Shuffle every epoch.")
+    cache_dir: Path | None = None
+    """Directory for the encoded rows of large files, which later starts read; none: `run_dir/encoded_rows`."""
 
     def conflicts(self) -> Iterator[str]:
         names = [source.name for source in self.mixture]

@@ -3,13 +3,13 @@
 import copy
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_like.config import DataConfig
 from slime_like.data.chat_template import ChatTemplate, SpanFault
@@ -24,6 +24,10 @@ from slime_like.plugins.options import load_option
 _SHOWN = 10
 """Limit on the keys named in an error about a row without a prompt."""
 _TEMPLATE_REMEDY = "set data.apply_chat_template: true"
+
+_T = TypeVar("_T")
+_Encoding = Generator[str, list[int], _T]
+"""Steps of a row's encoding. Each yields a text and receives its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +95,37 @@ class RowEncoder:
         self._stop_token_ids = stop_token_ids
 
     def encode(self, row: Row) -> EncodedRow:
+        [found] = self.encode_all([row])
+        if isinstance(found, DataError):
+            raise found
+        return found
+
+    def encode_all(self, rows: Sequence[Row]) -> list[EncodedRow | DataError]:
+        """Encode rows. A bad row's fault is in its place. Tokenizing all texts together takes a third of the time."""
+        found: dict[int, EncodedRow | DataError] = {}
+        under_way: list[tuple[int, _Encoding[EncodedRow], Any]]
+        under_way = [(index, self._encode(row), None) for index, row in enumerate(rows)]
+        while under_way:
+            texts = []
+            for index, steps, tokens in under_way:
+                try:
+                    texts.append((index, steps, steps.send(tokens)))
+                except StopIteration as end:
+                    found[index] = end.value
+                except DataError as fault:
+                    found[index] = fault
+            together = self._tokenizer([text for *_, text in texts], add_special_tokens=False) if texts else {}
+            every = together.get("input_ids", [])
+            under_way = [(index, steps, ids) for (index, steps, _), ids in zip(texts, every, strict=True)]
+        return [found[index] for index in range(len(rows))]
+
+    def _encode(self, row: Row) -> _Encoding[EncodedRow]:
         key = self._config.messages_key if self._need_response else None
-        encoded = self._encode_prompt(row) if key is None else self._encode_conversation(row, key)
+        encoded = (yield from self._encode_prompt(row)) if key is None else self._encode_conversation(row, key)
         row.require_text(chain(encoded.input.token_ids, encoded.response_tokens or ()), self._placeholders)
         return encoded
 
-    def _encode_prompt(self, row: Row) -> EncodedRow:
+    def _encode_prompt(self, row: Row) -> _Encoding[EncodedRow]:
         whole = json.dumps(row.values, default=str) if self._keep_row else None
         row = in_format(row, self._config)
         ids, prompt, tools = row.get(self._config.token_ids_key), None, None
@@ -104,11 +133,11 @@ class RowEncoder:
             tokens = row.token_ids(self._config.token_ids_key, ids, self._vocab_size, "tokenizer")
         else:
             prompt, tools = self._read_prompt(row), read_tools(row)
-            tokens = self._render(row, prompt, tools)
+            tokens = yield from self._render(row, prompt, tools)
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
-        answer, response = self._answer(row), self._response_tokens(row, isinstance(prompt, list))
+        answer, response = self._answer(row), (yield from self._response_tokens(row, isinstance(prompt, list)))
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
         given = (PromptInput(array("i", tokens)), answer, response and array("i", response), self._environment(row))
         return EncodedRow(*given, messages=messages, whole_row=whole, has_tools=bool(tools))
@@ -169,7 +198,7 @@ class RowEncoder:
             raise row.fault("environment-settings", problem, "correct it, or set data.environment_key") from error
         return value
 
-    def _render(self, row: Row, prompt: str | Messages, tools: list[dict[str, Any]] | None) -> list[int]:
+    def _render(self, row: Row, prompt: str | Messages, tools: list[dict[str, Any]] | None) -> _Encoding[list[int]]:
         key = self._config.prompt_key
         self._require_text(row, TOOLS_KEY, tools)
         if isinstance(prompt, str):
@@ -182,7 +211,7 @@ class RowEncoder:
         if not self._config.apply_chat_template:
             raise row.fault("template-needed", f"{key!r} is a list of messages", f"{_TEMPLATE_REMEDY}, or give text")
         with _located(row, key):
-            return list(self._tokenizer.encode(self._template.prompt(prompt, tools), add_special_tokens=False))
+            return (yield self._template.prompt(prompt, tools))
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
         """Reject text that would end a turn or speak for someone else.
@@ -208,7 +237,7 @@ class RowEncoder:
             problem = f"the answer {self._config.answer_key!r} cannot be used ({error})"
             raise row.fault("bad-answer", problem, "correct it, or set data.answer_key") from error
 
-    def _response_tokens(self, row: Row, is_turn: bool) -> list[int] | None:
+    def _response_tokens(self, row: Row, is_turn: bool) -> _Encoding[list[int] | None]:
         """Encode the response separately from the prompt, as in a rollout. A chat's turn ends like the template's."""
         if not self._need_response:
             return None
@@ -220,12 +249,12 @@ class RowEncoder:
         self._require_text(row, key, value)
         if is_turn:
             with _located(row, key):
-                return list(self._tokenizer.encode(value + self._template.end, add_special_tokens=False))
+                return (yield value + self._template.end)
         eos = self._tokenizer.eos_token_id
         if eos is None:
             problem = "the tokenizer has no EOS token to end the demonstration with"
             raise row.fault("no-eos", problem, "set eos_token in its files")
-        return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
+        return [*(yield value), eos]
 
 
 def _for_agents(prompt: str | Messages) -> str:

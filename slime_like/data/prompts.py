@@ -1,12 +1,12 @@
 """PromptSource: an endless, shuffled, resumable stream of prompts from one source or a mixture."""
 
-import hashlib
 import heapq
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,9 +15,16 @@ from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
 from slime_like.interfaces.samples import PromptInput
+from slime_like.system.disk import file_digest
+
+if TYPE_CHECKING:
+    from slime_like.data.row_cache import CachedRows
 
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a file's SHA-256."""
+_LISTED_ROWS = 5000
+"""Number of rows from which on they are cached."""
+_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,15 @@ class _Rows:
     """Rows of the source ``name``, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file
     order."""
 
-    def __init__(self, name: str | None, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
+    def __init__(self, name: str | None, rows: "list[EncodedRow] | CachedRows", seed: list[int] | None) -> None:
         self.name, self.rows, self._seed = name, rows, seed
         self._order = (-1, np.arange(len(rows)))
         self.issued = 0
         self.skipped = 0  # when the data changed, the rest of the epoch
+
+    def prompts(self) -> Iterator[Any]:
+        """Yield the token ids of every row, an array of 4-byte integers."""
+        return (row.input.token_ids for row in self.rows) if isinstance(self.rows, list) else self.rows.prompts()
 
     def next(self) -> tuple[int, int, EncodedRow]:
         epoch, position = divmod(self.issued + self.skipped, len(self.rows))
@@ -78,8 +89,10 @@ class PromptSource:
         need_responses, stop_token_ids, needs: arguments of ``RowEncoder``.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
+        cache: directory of encoded rows for later starts, which sources of many rows use; ``None`` for none.
 
     Attributes:
+        notes: sentences for the user.
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
     Raises ``DataError`` if there is no usable row, or a bad one (``file:line: reason``), and ``ConfigError`` if there
@@ -96,6 +109,7 @@ class PromptSource:
         stop_token_ids: Sequence[int] = (),
         excess: Callable[[int], str | None] = lambda _: None,
         may_change: bool = False,
+        cache: Path | None = None,
         **needs: bool,
     ) -> None:
         self._may_change = may_change
@@ -108,19 +122,17 @@ class PromptSource:
         weights = [source.weight for source in config.mixture] if self._names else [1.0]
         self._shares = [weight / sum(weights) for weight in weights]
         self._seed = seed
-        self._sources = []
+        self._sources = list[_Rows]()
+        self._files, self._digests = list[Path](), list[str]()
+        self._cache = cache
+        self.notes: list[str] = []
         for number, part in enumerate(parts):
-            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, **needs))
+            rows = self._read(part, tokenizer, need_responses, stop_token_ids, needs)
             order = [seed, number] if self._names else [seed]
             name = self._names[number] if self._names else None
             self._sources.append(_Rows(name, rows, order if config.shuffle else None))
         self._issued = 0
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
-        self._files = [file for part in parts for path in part.train for file in data_files(path)]
-        self._digests = []
-        for file in self._files:
-            with file.open("rb") as data:
-                self._digests.append(hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS])
 
     @property
     def num_rows(self) -> int:
@@ -128,12 +140,12 @@ class PromptSource:
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
         """Count the distinct ``prompts`` that are also a row."""
-        known = {tuple(prompt.input.token_ids) for prompt in prompts}
-        return len(known.intersection(tuple(row.input.token_ids) for source in self._sources for row in source.rows))
+        known = {np.asarray(prompt.input.token_ids, np.int32).tobytes() for prompt in prompts}
+        return len(known.intersection(ids.tobytes() for source in self._sources for ids in source.prompts()))
 
     def longest(self, n: int) -> list[Sequence[int]]:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
-        return heapq.nlargest(n, (row.input.token_ids for source in self._sources for row in source.rows), key=len)
+        return heapq.nlargest(n, chain.from_iterable(source.prompts() for source in self._sources), key=len)
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts. A batch may continue in the next epoch."""
@@ -193,29 +205,66 @@ class PromptSource:
             given["response_tokens"] = tuple(row.response_tokens)
         return Prompt(group_id=self._issued - 1, epoch=epoch, row=index, source=source.name, **given)
 
-    def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
-        rows, bad, dropped = [], BadRows(), 0
-        for file in files:
-            for row in read_rows(file, bad):
-                with bad.collect():
-                    encoded = encoder.encode(row)
-                    if len(encoded.input.token_ids) > self._max_tokens:
-                        dropped += 1
-                    elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
-                        raise row.fault("over-token-budget", problem)
-                    else:
-                        rows.append(encoded)
-                        self.has_tools |= encoded.has_tools
-        bad.raise_any()
-        self.dropped_prompts += dropped
+    def _read(
+        self, part: DataConfig, tokenizer: Any, need: bool, stops: Sequence[int], needs: Mapping[str, bool]
+    ) -> "list[EncodedRow] | CachedRows":
+        """Return a source's usable rows. Many rows come from the cache, after they were encoded into it once."""
+        encoder, facts = RowEncoder(tokenizer, part, need, stops, **needs), dict[str, int]()
+        files, cached = [file for path in part.train for file in data_files(path)], None
+        encoded = self._encode(files, encoder, facts)
+        listed = list(islice(encoded, _LISTED_ROWS))
+        digests = [file_digest(file) for file in files]
+        self._files += files
+        self._digests += [digest[:_DIGEST_DIGITS] for digest in digests]
+        if self._cache is not None and len(listed) == _LISTED_ROWS:
+            from slime_like.data.row_cache import cached_rows, rows_key, write_rows
+
+            if key := rows_key(tokenizer, part, digests, need, sorted(stops), needs):
+                cached = cached_rows(self._cache, key, self.notes)
+                if cached is None or (cached.facts["longest"] and self._excess(cached.facts["longest"])):
+                    encoded = self._encode(files, encoder, facts)  # from the first row on, for it may have changed
+                    cached = write_rows(self._cache, key, encoded, lambda: _of_unchanged(files, digests, facts))
+                facts = cached.facts
+        rows = [*listed, *encoded] if cached is None else cached
+        self.dropped_prompts += (dropped := facts["dropped"])
+        self.has_tools |= facts["has_tools"] > 0
         if not rows:
-            names = ", ".join(str(file) for file in files) or "(no file)"
+            names = ", ".join(str(file) for file in part.train) or "(no file)"
             if not dropped:
                 raise DataError("no rows", code="no-rows", who=names, remedy="give a file with rows")
             problem = f"all {dropped} prompts are longer than data.max_prompt_tokens={self._max_tokens}"
             remedy = "raise the limit, or give a file with shorter prompts"
             raise DataError(problem, code="prompts-too-long", who=names, remedy=remedy)
         return rows
+
+    def _encode(self, files: Sequence[Path], encoder: RowEncoder, facts: dict[str, int]) -> Iterator[EncodedRow]:
+        """Yield the usable rows, then raise the bad ones. ``facts`` receives figures about those so far."""
+        bad = BadRows()
+        facts.update(dropped=0, longest=0, has_tools=0)
+        for file in files:
+            rows = read_rows(file, bad)
+            while batch := list(islice(rows, _BATCH_ROWS)):
+                for row, encoded in zip(batch, encoder.encode_all(batch), strict=True):
+                    with bad.collect():
+                        if isinstance(encoded, DataError):
+                            raise encoded
+                        if len(encoded.input.token_ids) > self._max_tokens:
+                            facts["dropped"] += 1
+                            continue
+                        if encoded.response_tokens is not None:
+                            if problem := self._excess(encoded.total_len):
+                                raise row.fault("over-token-budget", problem)
+                            facts["longest"] = max(facts["longest"], encoded.total_len)
+                        facts["has_tools"] |= encoded.has_tools
+                        yield encoded
+        bad.raise_any()
+
+
+def _of_unchanged(files: Sequence[Path], digests: Sequence[str], facts: dict[str, int]) -> dict[str, int]:
+    for file, digest in zip(files, digests, strict=True):
+        if file_digest(file) != digest:
+            raise DataError("changed while it was read", code="file-changed", who=str(file), remedy="start again")
+    return facts
 
 
 _IDENTITY = {

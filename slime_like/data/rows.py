@@ -75,8 +75,12 @@ class BadRows:
             self._alike.setdefault((fault.code, fault.problem), []).append(fault)
 
     def raise_any(self) -> None:
-        """Raise the only fault, or ``ConfigError`` with one problem per kind of fault, up to twenty."""
+        """Raise the only fault, or ``ConfigError`` with one problem per kind of fault, in order, up to twenty."""
         kinds = list(self._alike.values())
+        places = [faults[0].who.rpartition(":") for faults in kinds]
+        files = list(dict.fromkeys(path for path, _, _ in places))  # in the order of reading
+        order = sorted(range(len(kinds)), key=lambda kind: (files.index(places[kind][0]), int(places[kind][2])))
+        kinds = [kinds[kind] for kind in order]
         if kinds and len(kinds) == len(kinds[0]) == 1:
             raise kinds[0][0]
         problems = [Problem(faults[0].code, _sentence(faults)) for faults in kinds[:_MOST_SHOWN]]

@@ -1,5 +1,6 @@
 """Durable and atomic writes, and descriptions of failed writes and damaged files."""
 
+import hashlib
 import itertools
 import os
 import secrets
@@ -65,6 +66,12 @@ def end_of_file(path: Path, nbytes: int) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - nbytes))
         return file.read(nbytes).decode(errors="replace")
+
+
+def file_digest(path: Path) -> str:
+    """Return a file's SHA-256, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def link_tree(source: Path, target: Path) -> None:

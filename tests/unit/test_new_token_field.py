@@ -154,14 +154,17 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
         _slime_like(f"orchestration.{name}") for name in ("rollout.issue", "rollout.requests", "run.stored_sources")
     )
     check = importlib.import_module("rollout.requests").check_request
-    usual = encoding.RowEncoder.encode
+    usual = encoding.RowEncoder.encode_all
 
-    def marked(encoder: Any, row: Any) -> Any:
-        found = usual(encoder, row)
-        marks = 7 * np.arange(len(found.input.token_ids), dtype=np.int32)
-        return replace(found, input=replace(found.input, fields={"marks": marks}))
+    def marked(encoder: Any, rows: Any) -> Any:
+        each = usual(encoder, rows)
+        marks = [7 * np.arange(len(found.input.token_ids), dtype=np.int32) for found in each]
+        return [
+            replace(found, input=replace(found.input, fields={"marks": own}))
+            for found, own in zip(each, marks, strict=True)
+        ]
 
-    monkeypatch.setattr(encoding.RowEncoder, "encode", marked)
+    monkeypatch.setattr(encoding.RowEncoder, "encode_all", marked)
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "response": "x"}) + "\n" for p in ("a", "bcd"))
     )

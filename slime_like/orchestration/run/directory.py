@@ -31,6 +31,9 @@ SUMMARY_FILE = "summary.json"
 EXPORT, CRITIC_EXPORT = "hf", "critic_hf"
 """Name of the trained model's Hugging Face directory."""
 
+ENCODED_ROWS = "encoded_rows"
+"""Name of the default for ``data.cache_dir``."""
+
 _WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
 _WRITTEN += ("checkpoints", "tables", "tensorboard", EVENTS_FILE)
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
@@ -97,6 +100,8 @@ class RunDirectory:
             aside = _move_aside(self._path)
             lock.take()
             (aside / LOCK_FILE).unlink(missing_ok=True)
+            if (rows := aside / ENCODED_ROWS).is_dir():
+                rows.rename(self._path / ENCODED_ROWS)  # this run reads them
         else:
             _require_nothing_overwritten(self._path)
         (self._path / METRICS_FILE).touch()

@@ -35,7 +35,7 @@ from slime_like.orchestration.rollout.requests import stop_tokens, turn_form
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.run.directory import RunDirectory
+from slime_like.orchestration.run.directory import ENCODED_ROWS, RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.reference import REFERENCE, Reference
@@ -177,14 +177,15 @@ class _Base:
         """Return the training prompts, at the checkpoint's position if there is one. It must contain ``files``."""
         data, seed = self.config.data, self.config.seed
         change = "data" in self.config.checkpoint.override
+        common: dict[str, Any] = {"may_change": change, "cache": data.cache_dir or self.config.run_dir / ENCODED_ROWS}
         if need_responses:
             stops = stop_tokens(self.config.rollout, self.config.model) if data.apply_chat_template else ()
             excess = TokenBudget(self.config.trainer).excess
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, **common)
         else:
             agent, path = self.config.rollout.agent, self.config.model.path
             needs = required_of_rows(self.config.reward, agent.is_set)
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, **common, **needs)
             require_calls(turn_form(data, agent, self.tokenizer), agent, path, prompts.has_tools)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
@@ -300,6 +301,7 @@ def data_notes(
     max_prompt_tokens: int, wanted: int, prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]] | None = None
 ) -> Iterator[str]:
     """Yield notes on prompts that are left out, repeated within a step, or also in the held-out ``datasets``."""
+    yield from prompts.notes
     rows, dropped = prompts.num_rows, prompts.dropped_prompts
     if dropped:
         share = f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%})"

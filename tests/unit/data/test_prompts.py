@@ -1,10 +1,13 @@
 """Prompts: reading, order, resuming, and rejection of bad rows."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,10 +19,11 @@ from transformers import AutoTokenizer
 from backends.common.hugging_face.directory import copy_companions
 from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.rows import Row
 from slime_like.errors import ConfigError, DataError
 from slime_like.examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer, make_tiny_model
+from slime_like.interfaces.samples import PromptInput
 from slime_like.models.tokenization import load_tokenizer
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
@@ -472,3 +476,156 @@ def test_a_generic_tokenizer_is_the_one_that_transformers_finds(tmp_path: Path, 
     assert rendered[0] == rendered[1]
     special = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
     assert [getattr(ours, name) for name in special] == [getattr(found, name) for name in special]
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PromptSource]:
+    """Sources that cache more than two rows. The settings are those of ``PromptSource`` or ``DataConfig``."""
+    monkeypatch.setattr("slime_like.data.prompts._LISTED_ROWS", 3)
+    monkeypatch.setattr("slime_like.data.row_cache._BATCH_ROWS", 4)
+    TOKENIZER.save_pretrained(tmp_path / "model")
+
+    def source(file: Path, cache: Path | None = tmp_path / "cache", text: str = "", **changes: Any) -> PromptSource:
+        own = {
+            name: changes.pop(name)
+            for name in ("need_responses", "excess", "keep_row", "keep_messages")
+            if name in changes
+        }
+        tokenizer = load_tokenizer(tmp_path / "model")
+        tokenizer.chat_template += text
+        config = CONFIG.model_copy(update={"max_prompt_tokens": 32, **changes})
+        return PromptSource([file], tokenizer, config, 3, cache=cache, **own)
+
+    return source
+
+
+RICH: list[dict[str, Any]] = [
+    {**row, "game": {"size": number / 3} if number % 2 else None, "messages": [
+        {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "é" * number},
+        {"role": "user", "content": "again"}, {"role": "assistant", "content": row["answer"]},
+    ]}
+    for number, row in enumerate(SUMS, start=1)
+]  # fmt: skip
+
+
+def same(one: list[Prompt], other: list[Prompt]) -> bool:
+    """Whether prompts are equal, with their arrays, which dataclasses cannot compare."""
+    fields = [
+        {name: (array.dtype, array.tolist()) for name, array in each.input.fields.items()} for each in (*one, *other)
+    ]
+    plain = [replace(each, input=PromptInput(each.input.token_ids)) for each in (*one, *other)]
+    return fields[: len(one)] == fields[len(one) :] and plain[: len(one)] == plain[len(one) :] and any(fields)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"environment_key": "game", "keep_row": True, "keep_messages": True},
+        {"need_responses": True, "max_prompt_tokens": 7},
+        {"need_responses": True, "messages_key": "messages"},
+    ],
+)
+def test_cached_rows_equal_encoded_ones(
+    tmp_path: Path, cached: Callable[..., PromptSource], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Every field, the order and the position, after the first start and after later ones, which encode nothing."""
+    encode_all, encoded = RowEncoder.encode_all, list[int]()
+
+    def marked(encoder: RowEncoder, rows: Sequence[Row]) -> Any:
+        found: Any = encode_all(encoder, rows)
+        encoded.append(len(rows))
+        lengths = [len(each.input.token_ids) for each in found]
+        fields = [{"marks": np.arange(length, dtype=np.int16)} if length % 2 else {} for length in lengths]
+        inputs = [replace(each.input, fields=own) for each, own in zip(found, fields, strict=True)]
+        return [replace(each, input=own) for each, own in zip(found, inputs, strict=True)]
+
+    monkeypatch.setattr(RowEncoder, "encode_all", marked)
+    rows = write_rows(tmp_path / "rows.jsonl", [*RICH, {**RICH[0], "prompt": "x" * 90, "tools": []}])
+    plain = cached(rows, None, **settings)
+    first = cached(rows, **settings)
+    encoded.clear()
+    monkeypatch.setattr("slime_like.data.prompts._BATCH_ROWS", 1)
+    again = cached(rows, **settings)
+    assert sum(encoded) < 6
+    assert same(plain.next(13), first.next(13))
+    again.load_state_dict(plain.state_dict())
+    assert plain.state_dict() == first.state_dict() == again.state_dict()
+    expected = plain.next(40)
+    for source in (first, again):
+        assert same(source.next(40), expected) and source.dropped_prompts == plain.dropped_prompts
+        assert list(map(list, source.longest(3))) == list(map(list, plain.longest(3)))
+        assert source.num_shared(expected) == plain.num_shared(expected)
+
+
+def test_a_cache_is_used_only_for_the_same_rows(tmp_path: Path, cached: Callable[..., PromptSource]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", SUMS)
+    cached(rows)
+    for changes in ({}, {"shuffle": False}, {"system_prompt": "Add."}, {"keep_row": True}, {"text": " "}):
+        assert cached(rows, **changes).next(20) == cached(rows, None, **changes).next(20)
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    write_rows(rows, [*SUMS[1:], SUMS[0]])
+    assert cached(rows).next(20) == cached(rows, None).next(20)
+    assert len(list((tmp_path / "cache").iterdir())) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut off", "one bit", "empty"])
+def test_a_damaged_cache_is_written_again(tmp_path: Path, cached: Callable[..., PromptSource], damage: str) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", SUMS)
+    assert not cached(rows).notes
+    [file] = (tmp_path / "cache").iterdir()
+    whole = content = bytearray(file.read_bytes())
+    if damage == "one bit":
+        content = bytearray(whole)
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content if damage == "one bit" else whole[: len(whole) // 2 if damage == "cut off" else 0])
+    source = cached(rows)
+    assert [str(file) in note for note in source.notes] == [True]
+    assert source.next(20) == cached(rows, None).next(20)
+    assert [file.read_bytes()] == [whole] and list((tmp_path / "cache").iterdir()) == [file]
+
+
+def test_a_cache_keeps_the_files_that_were_used_last(
+    tmp_path: Path, cached: Callable[..., PromptSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.data.row_cache._KEPT_FILES", 2)
+    rows, cache = write_rows(tmp_path / "rows.jsonl", SUMS), tmp_path / "cache"
+    cached(rows)
+    [used] = cache.iterdir()
+    for number, prompt in enumerate(("a", "b"), start=1):
+        for file in cache.iterdir():
+            os.utime(file, (number, number))
+        cached(rows)
+        cached(rows, system_prompt=prompt)
+    assert len(list(cache.iterdir())) == 2 and used.is_file()
+
+
+def test_a_cache_holds_no_bad_rows(
+    tmp_path: Path, cached: Callable[..., PromptSource], monkeypatch: pytest.MonkeyPatch, rejects: Rejects
+) -> None:
+    rows, cache = (
+        write_rows(tmp_path / "rows.jsonl", [*SUMS, {"prompt": "a" * 20, "response": "b" * 9}]),
+        tmp_path / "cache",
+    )
+    with rejects(DataError, "bad-demonstration") as caught:
+        cached(write_rows(tmp_path / "bad.jsonl", [*SUMS, {"prompt": "a"}]), need_responses=True)
+    assert caught.value.who == f"{tmp_path}/bad.jsonl:11" and list(cache.iterdir()) == []
+    cached(rows, need_responses=True)
+    with rejects(DataError, "over-token-budget") as caught:
+        cached(rows, need_responses=True, excess=lambda tokens: "is long" if tokens > 30 else None)
+    assert caught.value.who == f"{rows}:11"
+    encode_all = RowEncoder.encode_all
+
+    def append(encoder: RowEncoder, batch: Sequence[Row]) -> Any:
+        with rows.open("a") as file:
+            file.write("\n")
+        return encode_all(encoder, batch)
+
+    monkeypatch.setattr(RowEncoder, "encode_all", append)
+    with rejects(DataError, "file-changed"):
+        cached(rows)
+    assert len(list(cache.iterdir())) == 1
+    (tmp_path / "full").touch()
+    monkeypatch.undo()
+    monkeypatch.setattr("slime_like.data.prompts._LISTED_ROWS", 3)
+    with rejects(DataError, "disk-refused"):
+        cached(rows, tmp_path / "full")

@@ -179,7 +179,9 @@ def test_the_export_replaces_nothing_of_the_user(tmp_path: Path, there: str) -> 
             prepare_run_dir(config(tmp_path))
     with pytest.raises(ConfigError, match=r"run/hf is model.path, but"):
         prepare_run_dir(config(tmp_path, model={"path": export}))
-    prepare_run_dir(config(tmp_path, resume="never"))  # moved aside with the rest
+    (export.parent / "encoded_rows").mkdir()
+    prepare_run_dir(config(tmp_path, resume="never"))  # moved aside with the rest, but for the cache
+    assert (export.parent / "encoded_rows").is_dir() and not (tmp_path / "run.1" / "encoded_rows").exists()
     assert not os.path.lexists(export) and os.path.lexists(tmp_path / "run.1" / "hf")
 
 

@@ -29,7 +29,7 @@ def config(**changes: Any) -> RunConfig:
     ],
 )
 def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: list[str]) -> None:
-    prompts: Any = SimpleNamespace(num_rows=rows, dropped_prompts=dropped)
+    prompts: Any = SimpleNamespace(num_rows=rows, dropped_prompts=dropped, notes=[])
     notes = list(data_notes(1024, 8, prompts))
     assert len(notes) == len(begin) and all(map(str.startswith, notes, begin))
 
