@@ -178,7 +178,7 @@ RULES = (
     Rule("engine_gap", (names.PERPLEXITY, names.ENGINE_PERPLEXITY), _engine_gap,
          "trainer and engine differ by a factor of {value} per token: the engine computes other logprobs, or has old "
          "weights; see weights/probe_gap and rollout/staleness_max, and run slime-like explain-gap", 5),
-    Rule("entropy_cliff", (names.ENTROPY,), partial(_factor, 0.05),
+    Rule("entropy_cliff", (names.ENTROPY,), partial(_factor, 0.02),
          f"the entropy changed by a factor of {{value}}: the policy collapses or breaks; {_READ}, and lower the "
          "learning rate", needs=_LEAST + _NOW),
     Rule("length_cliff", (names.LENGTH,), partial(_factor, 4.0),
