@@ -40,5 +40,6 @@ if ! is_te_complete; then
     exec 9>&-
 fi
 cd "$REPO"
-TE_CPU_KERNELS=1 PYTHONPATH="$REPO" exec "$VENV/bin/python" -m pytest tests/parallel/test_transformer_engine.py \
+TE_CPU_KERNELS=1 PYTHONPATH="$REPO" exec "$VENV/bin/python" -m pytest \
+    tests/parallel/test_transformer_engine.py tests/parallel/test_fp8.py \
     tests/mutation/test_parity.py::test_a_fused_optimizer_that_begins_anew_is_caught "$@"

@@ -62,6 +62,17 @@ def context_layout_of(attention: Attention) -> Layout:
     return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"
 
 
+def fp8_alignment(trainer: TrainerConfig) -> int:
+    """Return a number that each rank's tokens must be a multiple of.
+
+    Weight gradients in FP8 sum over tokens in steps of 16. With sequence parallelism, blocks of 128 tokens must not
+    cross ranks: Transformer Engine would send 16 bits, and round twice.
+    """
+    if trainer.fp8 == "none":
+        return 1
+    return 128 if trainer.fp8 == "blockwise" and trainer.parallel.sequence else 16
+
+
 def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) -> list[str]:
     """List reasons why this rank's machine cannot run the requested attention, each with a remedy."""
     problems = list(attention_problems(trainer, model))
@@ -70,6 +81,8 @@ def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) 
             "trainer.attention=transformer_engine needs a CUDA device, but there is none; use trainer.attention=auto, "
             "which is Transformer Engine if it can run"
         )
+    if trainer.fp8 != "none" and not (on_cuda and torch.cuda.get_device_capability() >= (9, 0)):
+        problems.append(f"trainer.fp8={trainer.fp8} needs a GPU of Hopper's generation or newer; use none")
     if trainer.attention == "transformer_engine" and model.lora.is_set:
         problems.append("trainer.attention=transformer_engine does not support model.lora; use auto")
     return [

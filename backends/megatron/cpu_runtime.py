@@ -113,7 +113,7 @@ def _is_cuda(value: Any) -> bool:
 def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return CUDA type names: Megatron's optimizer accepts parameters by type name ("torch.cuda.FloatTensor")."""
     found = _TYPE(tensor, *args, **kwargs)
-    if not isinstance(found, str):
+    if not isinstance(found, str) or found.startswith("torch.cuda."):
         return found
     return found.replace("torch.", "torch.cuda.", 1).replace("cuda.meta.", "cuda.", 1)
 

@@ -11,7 +11,7 @@ from backends.common.attention import choose_attention
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
 from backends.common.step.routes import Replay
-from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
+from backends.megatron.attention import PackedLayout, attention_of, context_layout_of, fp8_alignment
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing.pack import zero_weight_pack
@@ -48,6 +48,7 @@ class BatchBuilder:
         layout = trainer.parallel
         # Ranks that share a context shard's tokens; local token counts are multiples of their number.
         self._sequence_group = parallel_state.get_tensor_model_parallel_group() if layout.sequence else None
+        self._alignment = fp8_alignment(trainer) * (layout.tensor if layout.sequence else 1)
         # Interleaved schedules need a multiple of the pipeline's size, all of the same length.
         self._multiple = layout.pipeline if layout.virtual_pipeline > 1 else None
 
@@ -59,9 +60,7 @@ class BatchBuilder:
         given = [*packs, *(zero_weight_pack(packs[0]) for _ in range(missing))]
         for pack in given:
             require_computable(pack, self._vocab_size)
-        shards = [
-            self._shard(pack, 1 if self._sequence_group is None else self._sequence_group.size()) for pack in given
-        ]
+        shards = [self._shard(pack, self._alignment) for pack in given]
         if self._multiple is not None:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in given]

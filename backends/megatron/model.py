@@ -55,6 +55,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
         **_fusions(trainer, dimensions, torch.cuda.is_available()),
         **_parallelism(trainer.parallel, dtype),
         **_stages(trainer.parallel, dimensions),
+        **_fp8(trainer),
         # ``block`` recomputes the first layers of every chunk, or all if it has fewer.
         recompute_granularity="full" if layers else None,
         recompute_method="block" if layers else None,
@@ -76,6 +77,23 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _fp8(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return the recipe of FP8 products. Weights and gradients keep their types, and so do attention and the head."""
+    if trainer.fp8 == "none":
+        return {}
+    kept, is_blockwise = trainer.fp8_bf16_layers, trainer.fp8 == "blockwise"
+    return {
+        # With one scale per tensor, gradients need one more bit of exponent (hybrid).
+        "fp8": "e4m3" if is_blockwise else "hybrid",
+        "fp8_recipe": "blockwise" if is_blockwise else "tensorwise",
+        "first_last_layers_bf16": kept > 0,
+        **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), kept),
+        # Round weights in every micro-batch. Layers that keep rounded weights overwrite the sums of gradients in a
+        # schedule's first micro-batch, and a step has several schedules.
+        "disable_parameter_transpose_cache": True,
+    }
 
 
 def _unset(weight: Tensor) -> Tensor:
@@ -208,7 +226,7 @@ def build_meta_chunks(
     model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions, entropy_gradient: bool = False
 ) -> list[LogprobModel]:
     """Build the same chunks with torch's operators and shapes only, without using memory or a device."""
-    transformer = transformer_config(model, trainer, dimensions)
+    transformer = transformer_config(model, trainer.model_copy(update={"fp8": "none"}), dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
         return _build(model, trainer, dimensions, on_host, "local", entropy_gradient)

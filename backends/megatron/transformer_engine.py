@@ -37,9 +37,7 @@ def add_weight_gradients_in_float32(model: nn.Module) -> None:
     """Make linear layers add weight gradients to Megatron's float32 sums within their matrix products.
 
     Otherwise every micro-batch's gradient is first rounded to the model's type. Megatron's setting,
-    ``gradient_accumulation_fusion``, also applies to its output layer, which requires APEX for it. Layers that compute
-    in FP8 would also need ``disable_parameter_transpose_cache``: they overwrite the sums in a schedule's first
-    micro-batch, and a step here has several schedules.
+    ``gradient_accumulation_fusion``, also applies to its output layer, which requires APEX for it.
     """
     module: Any
     for module in model.modules():

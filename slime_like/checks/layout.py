@@ -130,6 +130,8 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
         yield f"trainer.attention=transformer_engine is not supported for {special}; use auto"
+    if config.trainer.fp8 != "none":
+        yield from _fp8_problems(config.trainer, dimensions)
     if config.trainer.share_prefixes and dimensions.attention.linear is not None:
         problem = "a sequence's state of linear attention cannot branch; set it to false"
         yield f"trainer.share_prefixes={config.trainer.share_prefixes}: {problem}"
@@ -155,6 +157,25 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         )
     if coefficient > 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
+
+
+def _fp8_problems(trainer: TrainerConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Yield why Transformer Engine cannot compute this model's products in FP8."""
+    setting, parallel, kept = f"trainer.fp8={trainer.fp8}", trainer.parallel, trainer.fp8_bf16_layers
+    if special := dimensions.attention.special:
+        yield f"{setting} needs Transformer Engine's layers, which do not support {special}; use none"
+        return
+    sizes = {"hidden units": dimensions.hidden_size, "elements of a head": dimensions.head_dim}
+    sizes["FFN columns of an expert"] = dimensions.moe_ffn_hidden_size if dimensions.num_experts else 0
+    split = _split_sizes(parallel, dimensions).items()
+    for name, size in [
+        *sizes.items(),
+        *((f"{name} of a tensor rank", size // parallel.tensor) for name, size in split),
+    ]:
+        if size % 16:
+            yield f"{setting} needs sizes that are multiples of 16, but there are {size} {name}; use none"
+    if kept and (most := min(dimensions.num_layers // 2, dimensions.num_layers // parallel.pipeline)) < kept:
+        yield f"trainer.fp8_bf16_layers={kept} does not fit the layers of the first and last stage; use at most {most}"
 
 
 def _window_problems(trainer: TrainerConfig, path: Path, dimensions: ModelDimensions, slides: bool) -> Iterator[str]:

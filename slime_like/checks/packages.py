@@ -48,6 +48,8 @@ def has_transformer_engine() -> bool:
 def attention_problems(trainer: TrainerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why ``trainer.attention`` cannot be used, each with the remedy."""
     attention = trainer.attention
+    if trainer.fp8 != "none" and attention == "auto" and not has_transformer_engine():
+        yield f"trainer.fp8={trainer.fp8} needs the package {'; '.join(_PACKAGES['transformer_engine'])}, or use none"
     if attention in _PACKAGES:
         package, remedy = _PACKAGES[attention]
         if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):

@@ -241,8 +241,9 @@ class RunConfig(Section):
         if rollout.max_staleness > 0 and not accepted:
             yield f"rollout.max_staleness={rollout.max_staleness} biases the gradient by older samples; {remedy}"
         quantization = self.sync.quantization
-        if quantization != "none" and not accepted:
-            yield f"sync.quantization={quantization} biases the gradient by rounded weights; {remedy}"
+        for setting, value in (("sync.quantization", quantization), ("trainer.fp8", self.trainer.fp8)):
+            if value != "none" and not accepted:
+                yield f"{setting}={value} biases the gradient by rounding on one side; {remedy}"
         if quantization != "none" and self.model.lora.sends_factors:
             problem = "rounds matrices, but model.lora.sync=adapter sends factors"
             yield f"sync.quantization={quantization} {problem}; use model.lora.sync=merged, or quantization: none"
@@ -285,6 +286,10 @@ class RunConfig(Section):
             yield f"trainer.router_bias_rate={trainer.router_bias_rate:g} {problem}"
         for section, layout in {role.section: role.parallel for role in self.roles.with_workers}.items():
             yield from (f"{section}.{text}" for text in trainer.layout_conflicts(layout))
+        if trainer.fp8 != "none" and self.model.lora.is_set:
+            yield f"trainer.fp8={trainer.fp8} needs Transformer Engine's layers, which model.lora replaces; use none"
+        if trainer.fp8 != "none" and self.model.dtype == "float32":
+            yield f"trainer.fp8={trainer.fp8} does not support model.dtype=float32; use bfloat16"
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates

@@ -100,6 +100,10 @@ class TrainerConfig(Section):
     attention_kernels: Literal["auto", "torch", "fa3", "fa4"] = "auto"
     """Kernels of attention on a GPU, except Transformer Engine's: torch's FlashAttention 2, or FlashAttention 3 or 4.
     auto: 3 on Hopper if it is installed, else torch's."""
+    fp8: Literal["none", "current", "blockwise"] = "none"
+    """Products of Transformer Engine's layers in FP8 (`megatron`, Hopper or newer). current: one scale per tensor.
+    blockwise: one per 128 elements of activations, and per 128 x 128 of weights. Head and experts keep 16 bits."""
+    fp8_bf16_layers: int = Field(0, ge=0, description="First and as many last layers whose products stay in 16 bits.")
     recompute: Literal["none", "full", "auto"] | int = "none"
     """Layers recomputed in backward. N: the first N of a stage or model chunk. auto: as few as fit."""
     activation_offload: bool = Field(False, description="Keep saved activations in host memory.")
@@ -132,6 +136,10 @@ class TrainerConfig(Section):
             if self.optimizer.offload and not self.optimizer.distributed:
                 # Megatron's other optimizers replace the parameters, so the host optimizer would update old copies.
                 yield "optimizer.offload needs trainer.optimizer.distributed, even on one rank; set distributed: true"
+        if self.fp8 != "none":
+            yield from self._fp8_conflicts()
+        elif self.fp8_bf16_layers:
+            yield f"fp8_bf16_layers={self.fp8_bf16_layers}: all products are in 16 bits; set trainer.fp8, or remove it"
         if self.backend in ("megatron", FSDP) and self.backend_args:
             yield f"backend_args are for custom backends, not for trainer.backend={self.backend}; remove them"
         if self.share_prefixes:
@@ -141,6 +149,13 @@ class TrainerConfig(Section):
             if self.attention == "transformer_engine":
                 yield f"{setting} is not supported by trainer.attention=transformer_engine; use auto (allgather)"
         yield from self.layout_conflicts(self.parallel)
+
+    def _fp8_conflicts(self) -> Iterator[str]:
+        setting = f"fp8={self.fp8} needs Transformer Engine's layers"
+        if self.backend != "megatron":
+            yield f"{setting}, which trainer.backend={self.backend} lacks; use none, or the backend megatron"
+        elif self.attention not in ("auto", "transformer_engine"):
+            yield f"{setting}, but trainer.attention={self.attention} chooses others; use attention: auto"
 
     def layout_conflicts(self, parallel: ParallelConfig) -> Iterator[str]:
         """Yield conflicts with a layout: the trainer's, or the reference workers'."""

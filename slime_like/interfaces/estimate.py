@@ -54,6 +54,7 @@ class Work:
         head_flops: the head's part of ``matmul_flops``.
         grouped_flops: further FLOPs of experts' grouped products, with each expert's rows rounded up to whole tiles.
         kernels: number of kernels launched.
+        fp8_share: share of ``matmul_flops`` without the head's that is in FP8.
     """
 
     matmul_flops: float
@@ -63,6 +64,7 @@ class Work:
     head_flops: float = 0.0
     grouped_flops: float = 0.0
     kernels: int = 0
+    fp8_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

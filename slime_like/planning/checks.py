@@ -9,6 +9,7 @@ from slime_like.config import CheckpointConfig, ClusterConfig, RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import header_shapes
+from slime_like.system.gpus import GPUS
 from slime_like.system.network import is_free
 from slime_like.system.words import memory_text, traffic_text
 
@@ -64,6 +65,11 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
         if per_node % size:
             problem = f"does not divide cluster.gpus_per_node={per_node}, so a group of ranks would cross nodes"
             yield f"{field}={size} {problem}; use {either(divisors(per_node))}"
+
+
+def gpu_problems(config: RunConfig) -> Iterator[str]:
+    if config.trainer.fp8 != "none" and not GPUS[config.cluster.gpu].has_fp8:
+        yield f"trainer.fp8={config.trainer.fp8}: cluster.gpu={config.cluster.gpu} has no products in FP8; use none"
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:

@@ -27,6 +27,8 @@ class Assumed:
 
     matmul: float = 0.8
     """Share of the ceiling in a model's products: cuBLAS with narrow and short matrices; published, LoRA rows."""
+    fp8: float = 0.65
+    """Share of twice the ceiling in FP8 products, whose scales and shorter times cost more; not measured."""
     attention: float = 0.63
     """Share of the ceiling in flash attention, both passes: 500 TFLOP/s (FlashAttention-3, arXiv:2407.08608)."""
     grouped: float = 0.7
@@ -125,8 +127,9 @@ class Hardware:
         latency = (hops - crossing) * self.assumed.nvlink_hop_s + crossing * self.assumed.network_hop_s
         return seconds / self.assumed.link + calls * (self.assumed.base_s + latency)
 
-    def matmul_seconds(self, flops: float) -> float:
-        return flops / (self.gpu.ceiling_tflops * 1e12 * self.assumed.matmul)
+    def matmul_seconds(self, flops: float, fp8_share: float = 0.0) -> float:
+        per_flop = (1 - fp8_share) / self.assumed.matmul + fp8_share / (2 * self.assumed.fp8)
+        return flops * per_flop / (self.gpu.ceiling_tflops * 1e12)
 
     def attention_seconds(self, flops: float) -> float:
         return flops / (self.gpu.ceiling_tflops * 1e12 * self.assumed.attention)

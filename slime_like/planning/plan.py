@@ -149,7 +149,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     nodes = config.cluster.nodes or needed.nodes(config.cluster.gpus_per_node)
     plan = Plan(run, nodes, needed.total)
     found = [*map(str, check_settings(config, dimensions, needs)), *frozen_problems(config, dimensions)]
-    found += checks.placement_problems(config)
+    found += [*checks.placement_problems(config), *checks.gpu_problems(config)]
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
         found += cpu_only_settings(config.model)
     plan.problems += dict.fromkeys(found)

@@ -136,7 +136,7 @@ def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
             covered = seconds * sent.hidden_bytes / max(1, sent.nbytes)
             hidden += covered
             shown += seconds - covered
-    products = max(hardware.matmul_seconds(work.matmul_flops - work.head_flops), hidden)
+    products = max(hardware.matmul_seconds(work.matmul_flops - work.head_flops, work.fp8_share), hidden)
     products += hardware.matmul_seconds(work.head_flops) + hardware.grouped_seconds(work.grouped_flops)
     attention = max(hardware.attention_seconds(work.attention_flops * shorter), context)
     kernels = hardware.memory_seconds(hardware.assumed.fused * work.kernel_bytes)

@@ -21,6 +21,7 @@ class Gpu:
         tflops: dense bfloat16 rate, in 1e12 per second.
         nvlink_gb_per_s: bandwidth to the other GPUs of the node, in one direction.
         measured_tflops: highest rate measured for large bfloat16 matrix products; ``None``: never measured.
+        has_fp8: matrix products in FP8 have twice the bfloat16 rate.
     """
 
     memory_gib: float
@@ -28,6 +29,7 @@ class Gpu:
     memory_gb_per_s: float
     nvlink_gb_per_s: float
     measured_tflops: float | None = None
+    has_fp8: bool = True
 
     @property
     def ceiling_tflops(self) -> float:
@@ -37,7 +39,7 @@ class Gpu:
 
 # SXM modules, from NVIDIA's data sheets. Sparse rates and NVLink's two directions are halved.
 GPUS: dict[str, Gpu] = {
-    "a100-80gb": Gpu(79.1, 312, 2039, 300),
+    "a100-80gb": Gpu(79.1, 312, 2039, 300, has_fp8=False),
     "h100-80gb": Gpu(79.1, 989, 3350, 450, 790),
     "h200-141gb": Gpu(139.8, 989, 4800, 450, 790),
     "b200": Gpu(178.3, 2250, 7700, 900),

@@ -16,7 +16,7 @@ from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.sync_probe import ROUTED_BOUND, ProbeGap
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.layouts import ONE_RANK, parse_layout
+from slime_like.verification.layouts import ONE_RANK, parse_layout, without_fp8
 from slime_like.verification.saved_batch import SavedBatch, Sides
 
 _LEAST_FALL, _LEAST_FALL_OF_GUESS = 0.05, 0.5
@@ -112,7 +112,7 @@ class Explanation:
                 self._suspect = "quantization", f"engines sampled with 8-bit weights ({batch.quantization})"
             self._note("none", self._left, 0.0, f"{len(recorded)} rows of step {batch.version + 1}")
             self._try(self._staleness, self._temperature, self._truncation, self._ids, self._weights, self._routing)
-        self._try(self._layout, self._precision)
+        self._try(self._fp8, self._layout, self._precision)
 
     def is_rounding(self, dtype: str = "float32", bound: float | None = None) -> bool:
         """Return whether what is left is no more than the rounding of ``dtype``; ``bound`` as in ``ProbeGap``."""
@@ -253,6 +253,13 @@ class Explanation:
         return [(whole, f"the engine chooses other experts in {where}")]
 
     # -------------------------------------------------------------------------------------------- on other trainers
+    def _fp8(self) -> Trials:
+        if (recipe := self._config.trainer.fp8) == "none":
+            return "the trainer's products are in the model's type"
+        with self._opened(replace(self._batch, config=without_fp8(self._config)), False) as sides:
+            after = replace(self._left, trainer=sides.score(self._left.rows))
+        return [(after, f"the trainer rounds factors of products to FP8 ({recipe})")]
+
     def _layout(self) -> Trials:
         if (ranks := self._config.trainer.parallel.world_size) == 1:
             return "one rank"
@@ -264,7 +271,8 @@ class Explanation:
     def _precision(self) -> Trials:
         if (dtype := self._config.model.dtype) == "float32":
             return "both in float32"
-        exact = self._config.model_copy(update={"model": self._config.model.model_copy(update={"dtype": "float32"})})
+        model = self._config.model.model_copy(update={"dtype": "float32"})
+        exact = without_fp8(self._config).model_copy(update={"model": model})
         if any(finding.share for finding in self.findings if finding.cause == "layout"):
             exact = parse_layout(ONE_RANK).apply_to(exact)
         with self._opened(replace(self._batch, config=exact), True) as sides:

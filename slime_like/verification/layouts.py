@@ -11,6 +11,12 @@ from slime_like.models.dimensions import ModelDimensions
 
 ONE_RANK = "single"
 
+
+def without_fp8(config: RunConfig) -> RunConfig:
+    trainer = config.trainer.model_copy(update={"fp8": "none", "fp8_bf16_layers": 0})
+    return config.model_copy(update={"trainer": trainer})
+
+
 DEFAULT_LAYOUTS = (
     "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "cp4", "cp2-allgather", "dp2", "dp2-distributed-overlap",
     "tp4-sp", "dp2-ep2", "tp2-sp-ep2", "tp2-cp2-dp2", "tp2-sp-cp2-allgather", "tp2-sp-pp2-cp2-distributed",
@@ -44,7 +50,8 @@ class Layout:
     attention: str | None = None
 
     def apply_to(self, config: RunConfig) -> RunConfig:
-        trainer = config.trainer
+        """Return the configuration with this layout, and without FP8, whose scales differ between layouts."""
+        trainer = without_fp8(config).trainer
         sharded = self.distributed or trainer.backend == FSDP  # FSDP always shards it
         optimizer = trainer.optimizer.model_copy(update={"distributed": sharded, "overlap": self.overlap})
         changes = {"parallel": self.parallel, "optimizer": optimizer, "attention": self.attention or trainer.attention}

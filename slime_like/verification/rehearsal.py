@@ -234,6 +234,8 @@ def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:
         "parallel": _small_axes(trainer.parallel),
         "attention": "auto" if trainer.attention == "transformer_engine" else trainer.attention,
         "attention_kernels": "auto",
+        "fp8": "none",
+        "fp8_bf16_layers": 0,
         "target_tokens_per_batch": min(budget, trainer.target_tokens_per_batch),
         "head_chunk_tokens": None,
         "activation_offload": False,

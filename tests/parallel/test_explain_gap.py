@@ -80,6 +80,8 @@ def _explained(case: Case, tiny: Tiny, trained: Path, tmp_path: Path) -> tuple[l
     make_run(case, tiny, run_dir)
     (run_dir / "checkpoints").symlink_to(trained / "checkpoints")
     batch = SavedBatch.read(run_dir, None, [])
+    trainer = batch.config.trainer.model_copy(update={"fp8": case.fp8})
+    batch = replace(batch, config=batch.config.model_copy(update={"trainer": trainer}))
     size = batch.config.trainer.parallel.world_size
     result: tuple[list[Finding], float, bool] = run_ranks(explain, size, tmp_path / "ranks", batch)[0]
     return result
@@ -103,7 +105,7 @@ def test_the_cause_is_found(name: str, tiny: Tiny, trained: Path, tmp_path: Path
 def test_a_sound_run_has_no_cause(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
     findings, share, is_rounding = _explained(Case("", ""), tiny, trained, tmp_path)
     assert is_rounding and share == 1.0
-    assert [finding.share for finding in findings] == [0.0] * 9
+    assert [finding.share for finding in findings] == [0.0] * 10
     assert findings[0].gap is not None and 0 < findings[0].gap[0] < 1e-5
 
 

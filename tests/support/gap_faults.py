@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from backends.fsdp import attention
+from backends.fsdp.parallel import shard_of
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.trainer import MegatronTrainer
 from rollout.transformers.engine import TransformersEngine
@@ -29,7 +30,7 @@ from slime_like.models.tokenization import load_tokenizer
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.subject import DrivenEngine, ReferenceModel, start_engine
-from slime_like.weights.quantization import quantize_export
+from slime_like.weights.quantization import dequantize, quantize, quantize_export
 from tests.conftest import Tiny
 
 BOS = 1
@@ -95,8 +96,24 @@ class ShiftedTrainer(FsdpTrainer):
         return place
 
 
+class RoundedTrainer(FsdpTrainer):
+    """Trainer with matrices in FP8 if ``trainer.fp8`` asks for it. The real one needs a GPU."""
+
+    def _machine_problems(self) -> list[str]:
+        return []
+
+    def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
+        place = super().setup_for_scoring(checkpoint)
+        for parameter in self.model.parameters() if self.config.trainer.fp8 != "none" else ():
+            matrix = shard_of(parameter).detach()
+            if matrix.ndim == 2:
+                matrix.copy_(dequantize(*quantize(matrix)))
+        return place
+
+
 ENGINES = {"transformers": TransformersEngine, "reversing": ReversingEngine, "perturbed": PerturbedEngine}
 TRAINERS = {"fsdp": FsdpTrainer, "megatron": MegatronTrainer, "exact": ExactTrainer, "shifted": ShiftedTrainer}
+TRAINERS["rounded"] = RoundedTrainer
 
 
 def install(site: Path) -> None:
@@ -126,6 +143,7 @@ class Case:
         recorded: the row that was saved, instead of what the engine returned.
         synced: whether the weights came by a sync.
         step: step of the batch.
+        fp8: ``trainer.fp8``, which flags accept only for Megatron.
     """
 
     cause: str
@@ -138,6 +156,7 @@ class Case:
     recorded: Callable[[ScoredTrajectory], ScoredTrajectory] = lambda row: row
     synced: bool = False
     step: int = 1
+    fp8: str = "none"
 
 
 CASES = {
@@ -183,6 +202,9 @@ CASES = {
         "layout",
         "one rank gives other logprobs than 2",
         ["--trainer.backend", "shifted", "--trainer.parallel.context", "2"],
+    ),
+    "FP8 products": Case(
+        "fp8", "the trainer rounds factors of products to FP8", ["--trainer.backend", "rounded"], fp8="blockwise"
     ),
     "bfloat16 experts": Case(
         "precision",

@@ -32,7 +32,7 @@ _CLASS = re.compile(r"class_<[^;]*?>\(\s*m,\s*\"(\w+)\"", re.DOTALL)
 _DEFINITION = re.compile(r"\bm\.def\(\s*\\?\s*\"(\w+)\"(.*?)\);", re.DOTALL)
 _ARGUMENT = re.compile(r"py::arg\(\"(\w+)\"\)(?:\s*=\s*([\w:.]+))?")
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-_DEFAULTS = {"nullptr": None, "std::nullopt": None, "false": False, "true": True}
+_DEFAULTS = {"nullptr": None, "py::none": None, "std::nullopt": None, "false": False, "true": True}
 
 _TYPES: dict[str, type] = {"bool": bool, "float": SupportsFloat, "at::Tensor": Tensor, "std::string": str}
 _TYPES |= dict.fromkeys(("size_t", "int", "int64_t"), SupportsIndex)

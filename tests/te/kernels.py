@@ -1,4 +1,4 @@
-"""Versions for a CPU of the kernels of ``transformer_engine_torch`` that training in bfloat16 or float32 calls.
+"""Versions for a CPU of the kernels of ``transformer_engine_torch`` that training in 8, 16 or 32 bits calls.
 
 They are written from what Transformer Engine's Python code expects of them, with torch's operators, and compute in
 float32 or wider. Parameters have the names of the C++ declarations, by which :mod:`tests.te.extension` passes them;
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te import rounding
+
 KERNELS: dict[str, Callable[..., Any]] = {}
 
 
@@ -28,15 +30,16 @@ def _wide(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------ products
-def _product(a: Tensor, transposes_a: bool, b: Tensor, transposes_b: bool) -> Tensor:
-    """Return op(B) @ op(A) of row-major matrices, where all dimensions but the last are rows."""
-    left, right = (x.reshape(-1, x.shape[-1]) for x in _wide(b, a))
+def _product(a: Any, transposes_a: bool, b: Any, transposes_b: bool) -> Tensor:
+    """Return op(B) @ op(A) of row-major matrices, where all dimensions but the last are rows. As on Hopper, products in
+    FP8 read both factors along the axis that they sum over."""
+    left, right = rounding.matrix(b, columnwise=transposes_b), rounding.matrix(a, columnwise=not transposes_a)
     return (left.t() if transposes_b else left) @ (right.t() if transposes_a else right)
 
 
 @_kernel
 def generic_gemm(
-    *, A: Tensor, transA: bool, B: Tensor, transB: bool, D: Tensor | None, output_dtype: Any, bias: Tensor | None,
+    *, A: Any, transA: bool, B: Any, transB: bool, D: Tensor | None, output_dtype: Any, bias: Tensor | None,
     grad: bool, accumulate: bool, alpha: float, quantizer: None, gelu: bool, comm_overlap: None, extra_output: None,
     **unused: Any,
 ) -> list[Tensor | None]:  # fmt: skip
@@ -45,11 +48,12 @@ def generic_gemm(
     out, bias_gradient = _product(A, transA, B, transB) * alpha, None
     if bias is not None and bias.numel():
         if grad:
+            assert isinstance(B, Tensor)
             bias_gradient = next(_wide(B)).reshape(-1, B.shape[-1]).sum(0).to(bias.dtype)
         else:
             out = out + bias
     if not transB:
-        out = out.view(*B.shape[:-1], out.shape[-1])
+        out = out.view(*B.size()[:-1], out.shape[-1])
     if D is None:
         assert not accumulate
         return [out.to(A.dtype if output_dtype is None else _torch_type(output_dtype)), bias_gradient, None, None]
@@ -64,17 +68,56 @@ def _torch_type(kind: Any) -> torch.dtype:
     return {int(value): key for key, value in TE_DType.items()}[int(kind)]
 
 
+# ------------------------------------------------------------------------------------------------------------- rounding
+@_kernel
+def quantize(*, tensor: Tensor, quantizer: Any, output: Any, noop: None) -> Any:
+    """Return the tensor in FP8."""
+    assert noop is None
+    made = rounding.quantized(tensor, quantizer)
+    if output is not None:
+        output.copy_from_storage(made)
+    return made if output is None else output
+
+
+@_kernel
+def bgrad_quantize(*, input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """Return the gradient of a bias, and the gradient of the output in FP8."""
+    rows = next(_wide(input)).reshape(-1, input.shape[-1])
+    return rows.sum(0).to(input.dtype), rounding.quantized(input, quantizer)
+
+
+@_kernel
+def fp8_transpose(*, input: Tensor, out: Tensor | None, **unused: Any) -> Tensor:
+    """Return the bytes with the last axis first."""
+    transposed = input.movedim(-1, 0).contiguous()
+    return transposed if out is None else out.copy_(transposed)
+
+
+@_kernel
+def create_empty_quantized_tensor(*, quantizer: Any, shape: list[int], dtype: torch.dtype, **unused: Any) -> Any:
+    """Return a tensor in FP8 whose content is not set."""
+    return rounding.empty(quantizer, shape, dtype)
+
+
+@_kernel
+def swap_first_dims(*, tensor: Tensor, out: Tensor) -> Tensor:
+    """Copy the tensor with its first two axes swapped."""
+    return out.copy_(tensor.transpose(0, 1))
+
+
 # --------------------------------------------------------------------------------------------------------------- norms
 @_kernel
 def rmsnorm_fwd(
-    *, input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, quantizer: None, zero_centered_gamma: bool,
+    *, input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, quantizer: Any, zero_centered_gamma: bool,
     **unused: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the normed rows and the reciprocals of the rows' root mean squares."""
-    assert quantizer is None
+    """Return the normed rows, perhaps in FP8, and the reciprocals of the rows' root mean squares."""
     x, gamma = _wide(input, weight)
     scale = (x.square().mean(-1) + eps).rsqrt()
     out = (x * scale[:, None] * (gamma + zero_centered_gamma)).to(input.dtype)
+    if quantizer is not None:
+        assert ln_out is None
+        return [rounding.quantized(out, quantizer), None, scale]
     return [out if ln_out is None else ln_out.copy_(out), None, scale]
 
 

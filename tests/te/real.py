@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformer_engine.pytorch as te
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.optimizer import Adam
+from transformer_engine.pytorch import distributed
 from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel
 from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -25,6 +26,9 @@ def install() -> None:
     cuda.is_current_stream_capturing = lambda: False
     context_parallel.flash_attn_p2p_communicate = _communicate
     backends.UnfusedDotProductAttention.forward = _refused
+    # Recomputation keeps the device's random state, which nothing here draws from.
+    distributed._get_cuda_rng_state = lambda **options: torch.empty(0)
+    distributed._set_cuda_rng_state = lambda state, **options: None
 
 
 def _refused(*arguments: Any, **options: Any) -> None:

@@ -18,6 +18,7 @@ from backends.megatron.attention import Attention, attention_of, context_layout_
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.parallel import alone_as
+from backends.megatron.planning.fp8 import with_fp8_products
 from backends.megatron.planning.passes import ChunkPasses, Passes, WindowPeak, window_peak
 from backends.megatron.schedule import Communication
 from slime_like.config import RunConfig, TrainerConfig
@@ -94,15 +95,23 @@ class _Rank:
         largest, pack = per_pack[worst], packs[worst]
         update, update_bytes = self._update()
         handed_on = self._handed_on(pack.packed_seq_len - pack.shared_tokens)
+        memory = self._memory(per_pack, worst, peaks[worst], passes.standing, update_bytes)
+        forward = _total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1])
+        training = _total(part.training for part in largest).work(_axes(), "world", handed_on)
+        if self._config.trainer.fp8 != "none":
+            tokens = passes.builder.build([pack])[0].shard.tokens.numel()
+            memory, forward, training = with_fp8_products(
+                self._chunks, self._config.trainer, tokens, memory, forward, training
+            )
         return RankEstimate(
             rank=rank,
-            memory=self._memory(per_pack, worst, peaks[worst], passes.standing, update_bytes),
-            forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
-            training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
+            memory=memory,
+            forward=forward,
+            training=training,
             update=update.work(_axes(_replicas()), "world", ()),
             longest=attention_length(pack),
             communicators=communicators(),
-            layers=f"local layers, {attention} attention",
+            layers=f"local layers, {attention} attention" + ", FP8 products" * (forward.fp8_share > 0),
         )
 
     def _memory(

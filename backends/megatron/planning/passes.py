@@ -114,6 +114,7 @@ class Passes:
     """Runner of one rank's passes, inside ``alone_as(..., on_meta=True)``.
 
     Attributes:
+        builder: builds this rank's part of a pack.
         standing: bytes of buffers that Megatron creates in its first pass and keeps.
     """
 
@@ -125,7 +126,7 @@ class Passes:
         self._frees_output = layout.pipeline > 1 and layout.virtual_pipeline == 1
         self._sequence_size = layout.tensor if layout.sequence else 1
         # Boundaries and rows stay real: their values determine shapes.
-        self._builder = BatchBuilder(trainer, dtype, dimensions, torch.device("cpu"))
+        self.builder = BatchBuilder(trainer, dtype, dimensions, torch.device("cpu"))
         self.standing = 0
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
@@ -133,7 +134,7 @@ class Passes:
         with apply_patches(*_even_routes()), self._trace.head_labelled(), self._trace:
             before = self._trace.restart()
             with torch.no_grad():
-                self._forward(chunk, wrapped, self._builder.build([pack])[0])
+                self._forward(chunk, wrapped, self.builder.build([pack])[0])
                 if not chunk.pre_process:
                     chunk.set_input_tensor(None)
             forward_only, scoring = self._trace.peak - before, self._trace.counted
@@ -145,7 +146,7 @@ class Passes:
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace
         base, host = trace.restart(), _OffloadedShapes([wrapped], HostPool())
-        batch = self._builder.build([pack])[0]
+        batch = self.builder.build([pack])[0]
         with host.saving() if self._trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
         shape = output.shape

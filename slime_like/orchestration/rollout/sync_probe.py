@@ -38,7 +38,8 @@ class ProbeGap:
     reordered heads give 0.33 to 3.5. One of four layers missing gives 0.11 to 0.26: only a later sync, compared with
     the first, reveals that.
 
-    With 8-bit weights, which the trainer does not have, the median counts in float32, too. Sound medians were 0.03 to
+    With 8-bit weights, which the trainer does not have, the median counts in float32, too. If only the trainer's
+    products are in FP8, the bound is the same. Sound medians were 0.03 to
     0.15, and the bound is twice the largest. If every matrix has wrong scales, the median is 1.6 to 6. One such matrix
     of 210 may be missed: it gives 0.03 to 17.
 

@@ -133,7 +133,7 @@ def _open_rl(base: _Base) -> Run:
     started = start_engines(config, stack, placement, models, progress, placed.set_up_trained)
     engines, rewards, pools, devices = started
     model, policy = config.model, models[POLICY]
-    tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
+    tolerance, quantized = config.sync.probe_tolerance, (config.sync.quantization, config.trainer.fp8) != ("none",) * 2
     probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
     sync = WeightSync(config.sync, transport, model.dtype, probe, policy, engines, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):

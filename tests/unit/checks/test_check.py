@@ -83,6 +83,34 @@ def test_attention_must_be_installed(
         rejected([*flags, "--model.dtype", "float32"], "trainer.attention")
 
 
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("trainer.attention", "MISSING"),
+        ("fields-conflict", "UNCORRECTED"),
+        ("fields-conflict", "--trainer.backend fsdp"),
+        ("fields-conflict", "--trainer.attention ring"),
+        ("fields-conflict", "--model.lora.rank 8"),
+        ("fields-conflict", "--model.dtype float32"),
+        ("model.family", "GPT_OSS"),
+        ("model.family", "LINEAR"),
+        ("model.family", "--trainer.parallel.tensor 8"),
+        ("model.family", "--trainer.fp8_bf16_layers 7"),
+    ],
+)
+def test_what_fp8_needs(
+    code: str, wrong: str, flags: list[str], rejected: Rejected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: wrong != "MISSING")
+    flags += ["--trainer.fp8", "blockwise", "--logging.tensorboard", "false"]
+    if wrong != "UNCORRECTED":
+        flags += ["--algorithm.importance.correction", "truncate"]
+    if (model := {"GPT_OSS": GPT_OSS, "LINEAR": LINEAR}.get(wrong)) is not None:
+        write_checkpoint(tmp_path / "model", **model)
+    problem = rejected([*flags, *(wrong.split() if wrong.startswith("--") else ())], code)
+    assert problem.field.startswith("trainer.fp8")
+
+
 def test_flash_attention_is_required_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = ["flash_attn"]  # version 4 has this name, too
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
