@@ -534,8 +534,8 @@ def test_cached_rows_equal_encoded_ones(
     def marked(encoder: RowEncoder, rows: Sequence[Row]) -> Any:
         found: Any = encode_all(encoder, rows)
         encoded.append(len(rows))
-        lengths = [len(each.input.token_ids) for each in found]
-        fields = [{"marks": np.arange(length, dtype=np.int16)} if length % 2 else {} for length in lengths]
+        ids = [each.input.token_ids for each in found]
+        fields = [{"marks": np.arange(len(own), dtype=np.int16)} if own[1] % 2 else {} for own in ids]
         inputs = [replace(each.input, fields=own) for each, own in zip(found, fields, strict=True)]
         return [replace(each, input=own) for each, own in zip(found, inputs, strict=True)]
 
