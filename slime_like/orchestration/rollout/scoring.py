@@ -15,8 +15,8 @@ from slime_like.interfaces import Conversation, Scores
 from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.requests import turn_form
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
-from slime_like.sandbox.rewards.answers import without_opening
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.sandbox.rewards.thinking import without_opening
 from slime_like.system.budget import HourlyBudget
 from slime_like.system.words import pluralize
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory

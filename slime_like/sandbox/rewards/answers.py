@@ -11,11 +11,11 @@ from functools import lru_cache, wraps
 from typing import Any, TypeVar, cast
 
 from slime_like.interfaces.user_code import RewardResult, group_reward
+from slime_like.sandbox.rewards.thinking import THINKING, THOUGHT, with_opening
 from slime_like.system.words import extract_boxed
 
 Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
-_THINKING, _THOUGHT = "<think>", "</think>"
 _QUOTED_TAG = re.compile(r"""(?<!`)`</?think>`(?!`)|(["'])</?think>\1""")
 _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 _NO_MATCH = "no match of the pattern"
@@ -41,17 +41,6 @@ _MAX_CHARS = 4096
 _MAX_DIGITS = 200
 
 
-def with_opening(response: str, prompt: str) -> str:
-    """Return the response after the ``<think>`` that the prompt ends with, if it does."""
-    is_open = prompt.rstrip().endswith(_THINKING) and not response.lstrip().startswith(_THINKING)
-    return f"{_THINKING}\n{response}" if is_open else response
-
-
-def without_opening(response: str, prompt: str) -> str:
-    """Return a later turn so that thinking that the first ``prompt`` opens does not continue in it."""
-    return response if with_opening(response, prompt) == response else f"{_THINKING}{_THOUGHT}{response}"
-
-
 def after_thinking(response: str, prompt: str = "") -> str:
     """Return the text after the last ``</think>``, without unfinished thinking. Quoted tags are text."""
     return last_match(None, response, prompt) or ""
@@ -75,9 +64,9 @@ def last_match(pattern: str | None, response: str, prompt: str = "") -> str | No
 
 def _answer_span(response: str) -> tuple[int, int]:
     unquoted = _QUOTED_TAG.sub(lambda found: " " * len(found[0]), response)
-    thought = unquoted.rfind(_THOUGHT)
-    begin = 0 if thought < 0 else thought + len(_THOUGHT)
-    thinking = unquoted.find(_THINKING, begin)
+    thought = unquoted.rfind(THOUGHT)
+    begin = 0 if thought < 0 else thought + len(THOUGHT)
+    thinking = unquoted.find(THINKING, begin)
     return begin, len(response) if thinking < 0 else thinking
 
 

@@ -13,9 +13,9 @@ from slime_like.sandbox.rewards.answers import (
     last_block,
     last_match,
     multiple_choice,
-    without_opening,
 )
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
+from slime_like.sandbox.rewards.thinking import without_opening
 from tests.support.rejections import Rejects
 
 # ----------------------------------------------------------------------------------------------------- text and numbers
