@@ -18,14 +18,8 @@ from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.sources import Run
-from slime_like.orchestration.run.step import TrainedStep, apply_penalties, optimizer_steps, score, train_critic
-from slime_like.orchestration.trainer.batcher import WindowStream
-from slime_like.orchestration.trainer.model_ranks import present
-from slime_like.orchestration.trainer.rank import TrainerRank
+from slime_like.orchestration.run.step import train_on_batch, train_on_stream
 from slime_like.plugins.options import load_option
-
-_WINDOW = "training on a window"
 
 
 def train(config: RunConfig) -> TrainSummary:
@@ -39,9 +33,10 @@ def train(config: RunConfig) -> TrainSummary:
     started = time.monotonic()
     if config.trainer.is_planned:
         config = load_option("memory-planner")(config)
-    train_step = _train_on_stream if config.rollout.stream else _train_on_batch
+    train_step = train_on_stream if config.rollout.stream else train_on_batch
     with open_run(config) as run, StepRecorder(run) as recorder:
         milestones = Milestones(run, recorder)
+        capsules = load_option("capsules")(run) if config.debug.capsule else None
         with run.progress.waiting("first weight sync"):
             run.source.start(version=run.finished_steps)
         milestones.before_first()
@@ -53,47 +48,9 @@ def train(config: RunConfig) -> TrainSummary:
                     run.reference.refresh(step)
                     run.source.sync(version=step)
             run.source.advance(step, trained.trajectories)
-            recorder.record(step, trained, clock.finish())
+            alarms = recorder.record(step, trained, clock.finish())
+            if capsules is not None:
+                capsules.record(step, trained, any(alarm.severity != "cleared" for alarm in alarms))
             milestones.after(step)
             clock.finish()  # records and milestones belong to no step
         return milestones.finish(wall_s=time.monotonic() - started)
-
-
-def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """Sample the whole batch, then run its optimizer steps."""
-    with run.source.sampling(run.progress):
-        trajectories = run.source.next_batch(step, clock)
-    batch, updates = run.policy.load_batch(trajectories), []
-    with clock.phase("sync"):
-        run.devices.training()
-    with run.progress.waiting("training"):
-        scoring = score(run, trajectories, clock)
-        critic, penalties = train_critic(run, trajectories, step, clock)
-        penalties |= apply_penalties(run, trajectories, step, clock)
-        with clock.phase("train"):
-            for index, denominator in optimizer_steps(run, batch, trajectories, step):
-                answers = run.policy.start("training", TrainerRank.train_minibatch, index, denominator)
-                updates += present(answers.result())[:1]
-            learned = [present(answers.result())[0] for answers in critic]
-    return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties, critic=learned)
-
-
-def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
-    """Run one optimizer step. Trainers process full windows while other groups are still being sampled.
-
-    Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
-    The rest is the last window. If all groups are ready together, the last window is the whole batch.
-    """
-    policy, source = run.policy, run.source
-    windows = WindowStream(policy.batcher)
-    policy.defer(policy.start(_WINDOW, TrainerRank.begin_stream))
-    with run.source.sampling(run.progress):
-        for groups in source.stream(step, clock):
-            holds = source.is_complete(step) or not policy.is_idle()
-            if window := windows.add(groups, holds):
-                policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, False))
-    with clock.phase("train"), run.progress.waiting("training"):
-        window, denominator = windows.finish()
-        policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, True))
-        steps = policy.call("updating", TrainerRank.finish_stream, denominator)
-    return TrainedStep.of_stream(windows, steps)

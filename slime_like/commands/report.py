@@ -1,11 +1,23 @@
 """``slime-like report RUN_DIR`` and ``slime-like explain-gap RUN_DIR``."""
 
 import argparse
+import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime_like.commands.command import Command, at_least_one, option, parse_path
+from slime_like.commands.command import (
+    Command,
+    at_least_one,
+    has_flag,
+    option,
+    output_problem,
+    parse_path,
+    temporary_run_dir,
+)
+from slime_like.errors import FAILED, ConfigError
+from slime_like.system.disk import whole_file
 from slime_like.system.words import pluralize
 
 if TYPE_CHECKING:
@@ -99,4 +111,46 @@ EXPLAIN_GAP = Command(
     "[--step N] [--section.field VALUE ...]",
     {"RUN_DIR": "directory of a run that has ended"},
     epilog="Flags override the run's configuration, e.g. --cluster.address.",
+)
+
+
+def _replay(options: argparse.Namespace, flags: list[str]) -> int:
+    from slime_like.checks import RANKS, loading_needs
+    from slime_like.checks.check import require_valid
+    from slime_like.verification.replay import Capsule, replay
+
+    if options.output is not None and (problem := output_problem(options.output, {})):
+        raise ConfigError(problem, code="file-unusable")
+    capsule, temporary = Capsule.read(options.capsule), not has_flag(flags, "run_dir")
+    config = capsule.config([*(["--run_dir", str(temporary_run_dir("replay"))] if temporary else []), *flags])
+    if config.run_dir.exists():
+        raise ConfigError(f"run_dir={config.run_dir}: exists; give a new directory", code="run-dir-exists")
+    require_valid(config, loading_needs(config.model, RANKS))
+    print(f"{'step':>6} {'values':>9} {'largest':>9} {'bound':>9}  quantity")
+    lines = []
+    for line in replay(capsule, config, temporary):
+        lines.append(line)
+        verdict = "DIFFERS" if line.wrong else ""
+        sizes = f"{line.count:>9} {line.largest:>9.1e} {line.bound:>9.1e}"
+        print(f"{line.step:>6} {sizes}  {line.quantity:24} {verdict}", flush=True)
+    wrong = [line for line in lines if line.wrong]
+    if options.output is not None:
+        with whole_file(options.output) as file:
+            json.dump({"capsule": str(options.capsule), "same": not wrong, "lines": list(map(asdict, lines))}, file)
+    print(*wrong, f"{len(lines) - len(wrong)} of {pluralize(len(lines), 'comparison')} are as recorded", sep="\n")
+    return FAILED if wrong else 0
+
+
+REPLAY = Command(
+    "replay",
+    "train a recorded step again, under any parallel layout, and compare with the run",
+    _replay,
+    "Train the steps of a capsule (debug.capsule) again, from the checkpoint before it, on the recorded batches.\n"
+    "Compare advantages, values of every token, figures of every update, and weights with what the run computed:\n"
+    "bit for bit in the run's layout on a CPU, else within rounding. Starts trainer ranks, but no engines.\n"
+    "Exit code 1: something differs; the first token or tensor is named.",
+    (option("--output", type=Path, metavar="FILE", help="also write the comparison as JSON"),),
+    "[--output FILE] [--trainer.parallel.tensor 2 ...]",
+    {"CAPSULE": "RUN_DIR/capsules/step-N"},
+    epilog="Flags override the run's configuration, e.g. --trainer.backend, --cluster.address.",
 )

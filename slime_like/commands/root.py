@@ -22,6 +22,7 @@ COMMANDS: Sequence[Command] = (
     verify.ENGINE,
     verify.OBJECTIVE,
     report.EXPLAIN_GAP,
+    report.REPLAY,
     *convert.COMMANDS,
     make.TINY_MODEL,
     make.TASKS,

@@ -200,6 +200,10 @@ class RunConfig(Section):
         yield from until_invalid(self._trainer_conflicts)
         engines = self.rollout.num_engines if self.starts_engines else 0
         yield from self.profile.conflicts_of_run(self.steps, self.trainer.parallel.world_size, engines)
+        if missing := [step for step in self.debug.capsule if step != "health" and not 1 <= step <= self.steps]:
+            yield f"debug.capsule={missing} do not exist; use 1 to {self.steps}"
+        if "health" in self.debug.capsule and not self.checkpoint.every:
+            yield "debug.capsule=health keeps all batches since the last checkpoint; set checkpoint.every"
         if self.algorithm.needs_critic:
             yield from until_invalid(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:

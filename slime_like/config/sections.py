@@ -288,10 +288,16 @@ class DebugConfig(Section):
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
     load_rollouts: Path | None = Field(None, description="Directory of saved rollouts to train on, without engines.")
+    capsule: tuple[int | Literal["health"], ...] = ()
+    """Steps to [keep for a replay](troubleshooting.md#replay-a-step) in `run_dir/capsules`. health: also those that
+    raise an alarm."""
+    keep_capsules: int = Field(8, ge=1, description="Number of newest capsules kept.")
 
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
             yield "shuffle_advantages=true does not apply to debug.load_rollouts; sample again, or set it to false"
+        if self.capsule and self.shuffle_advantages:
+            yield "shuffle_advantages=true cannot be replayed; set it to false, or remove debug.capsule"
 
 
 class ProfileConfig(Section):

@@ -14,6 +14,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         # trainer.recompute: auto, trainer.fsdp.accumulate: auto
         "memory-planner": "slime_like.planning.search:fill_memory",
+        # debug.capsule: recorded steps
+        "capsules": "slime_like.orchestration.run.capsules:Capsules",
         # rollout.agent, rollout.environment
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",

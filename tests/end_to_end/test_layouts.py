@@ -1,5 +1,6 @@
 """Whole runs under parallel layouts and with the other trainer give the results of one Megatron rank."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import yaml
 
 from slime_like.data.dump import dump_path, load_trajectories
+from slime_like.observability.report.data import read_run
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.support.shared_cluster import train_together
+from tests.support.shared_cluster import replay_together, train_together
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 FOUR = (
@@ -37,7 +39,7 @@ def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
         # AdamW's first step is the gradient's sign. If rounding decides it, weights differ by twice the rate, and one
         # sample in ten thousand changes.
         "--trainer.optimizer.eps", "1e-3",
-        "--debug.save_rollouts", str(root / "rollouts"), *layout,
+        "--debug.save_rollouts", str(root / "rollouts"), "--debug.capsule", "[2]", *layout,
     )  # fmt: skip
 
 
@@ -77,6 +79,26 @@ def check_same(run_dir: Path, one_rank: Path) -> None:
         for name in SAME:
             key = f"train_actor_training/{name}"
             assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), name
+
+
+def test_a_capsule_is_replayed_bit_for_bit_and_under_other_layouts(runs: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 1 is in the capsule, so the replay trains one step of four updates."""
+    capsule = "run/capsules/step-000002"
+    cases = {
+        "same": [runs / "one rank" / capsule],
+        "tensor": [runs / "one rank" / capsule, "--trainer.parallel.tensor", "2"],
+        "fsdp": [runs / "fsdp on two ranks" / capsule, "--trainer.parallel.data", "1"],
+    }
+    replays = [[*case, "--output", str(tmp_path / name)] for name, case in cases.items()]
+    assert replay_together([list(map(str, each)) for each in replays], tmp_path) == [0, 0, 0]
+    found = {name: json.loads((tmp_path / name).read_text())["lines"] for name in cases}
+    for name, lines in found.items():
+        quantities = [line["quantity"] for line in lines]
+        assert quantities[:2] == ["trainer weights", "given advantages"]
+        assert {"old_logprobs", "ref_logprobs", "policy figures", "after.old_logprobs"} <= set(quantities)
+        assert all(line["largest"] == 0 for line in lines) == (name == "same")
+        assert lines[0]["largest"] == 0  # a checkpoint has the same bytes under every layout
+    assert read_run(runs / "one rank" / "run").capsules == ("capsules/step-000002",)
 
 
 def test_ratio_and_clip_fraction_are_real_from_the_second_update_on(one_rank: Path) -> None:

@@ -50,7 +50,7 @@ class RunData:
     Attributes:
         config: the resolved configuration as plain values; empty if the directory has none.
         config_text: the same as text; ``None`` if the directory has none.
-        profiles: traces of profiled steps, relative to the directory.
+        profiles, capsules: traces of profiled steps, and recorded steps, relative to the directory.
         alarms: rows of ``health.Alarm``, oldest first, without steps that a resumed run repeated.
         failure: the error that ended the run's last start; ``None`` if it is running, finished or was killed.
     """
@@ -63,6 +63,7 @@ class RunData:
     failure: str | None
     profiles: tuple[str, ...] = ()
     alarms: tuple[Mapping[str, Any], ...] = ()
+    capsules: tuple[str, ...] = ()
 
     @property
     def trained_steps(self) -> int:
@@ -102,11 +103,12 @@ def read_run(run_dir: Path) -> RunData:
     files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
     tables = [_read_table(path) for path in files]
     profiles = sorted(str(path.relative_to(run_dir)) for path in run_dir.glob(f"{metrics.PROFILES}/*/*.json.gz"))
+    capsules = sorted(str(path.parent.relative_to(run_dir)) for path in run_dir.glob("capsules/step-*/capsule.json"))
     named = {table.name: table for table in tables}
     path = run_dir / EVENTS_FILE
     events = [row for _, row in metrics.read_lines(path) if "rule" in row] if path.is_file() else []
-    alarms = metrics.current_records(events)
-    return RunData(run_dir, config, config_text, records, named, failure, tuple(profiles), tuple(alarms))
+    alarms = tuple(metrics.current_records(events))
+    return RunData(run_dir, config, config_text, records, named, failure, tuple(profiles), alarms, tuple(capsules))
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
@@ -119,7 +121,8 @@ def summary(run: RunData) -> list[tuple[str, str]]:
     )
     entries = [*_setup(run.config), ("steps", steps), ("restarts", _restarts(run.run_dir))]
     entries += [("failed", run.failure or ""), *_results(run), *_speed(run)]
-    entries.append(("profiles", profiles))
+    capsules = ", ".join(run.capsules) + ", for slime-like replay" if run.capsules else ""
+    entries += [("profiles", profiles), ("capsules", capsules)]
     return [(label, text) for label, text in entries if text]
 
 

@@ -181,6 +181,10 @@ class Advantages:
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
         return advantages
 
+    def of_scored(self, trajectories: Sequence[ScoredTrajectory], step: int) -> dict[str, Tensor]:
+        """Return the advantages of a whole step by sequence id, computed again from its rewards."""
+        return self.of_rows(*self._rewarded(trajectories), step)
+
     def penalize_kl(
         self, policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], step: int, coefficient: float
     ) -> float:

@@ -35,7 +35,7 @@ ENCODED_ROWS = "encoded_rows"
 """Name of the default for ``data.cache_dir``."""
 
 _WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
-_WRITTEN += ("checkpoints", "tables", "tensorboard", EVENTS_FILE)
+_WRITTEN += ("checkpoints", "tables", "tensorboard", EVENTS_FILE, "capsules")
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ: tuple[str, ...] = (

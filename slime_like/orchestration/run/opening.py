@@ -284,6 +284,7 @@ class _Placed:
             progress=self.progress,
         )
         if (checkpoint := base.checkpoint) is not None:
+            self.checkpoints.newest = checkpoint
             source.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
                 for model in self.trained:

@@ -16,7 +16,7 @@ from slime_like.config.rollout import RewardFunction
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability import names
-from slime_like.observability.health import ends_in_a_loop
+from slime_like.observability.health import Alarm, ends_in_a_loop
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
@@ -61,8 +61,8 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         """Trained response tokens per second of the recorded steps."""
         return self._trained_tokens / self._trained_s if self._trained_s else 0.0
 
-    def record(self, step: int, trained: TrainedStep, times: Mapping[str, float]) -> None:
-        """Log one training step. ``times`` are its seconds by phase."""
+    def record(self, step: int, trained: TrainedStep, times: Mapping[str, float]) -> list[Alarm]:
+        """Log one training step. ``times`` are its seconds by phase. Return what it raised or cleared."""
         run, step_s = self._run, sum(times.values())
         if directory := run.config.debug.save_rollouts:
             load_option("save-rollouts")(directory, step, trained.trajectories)
@@ -94,6 +94,7 @@ class StepRecorder(AbstractContextManager["StepRecorder"]):
         run.progress.update(step, metrics)
         if run.source.has_rewards:
             self._show_samples(step, trained, figures.failed, bool(alarms))
+        return alarms
 
     @cached_property
     def _dimensions(self) -> ModelDimensions:

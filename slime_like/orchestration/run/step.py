@@ -1,4 +1,4 @@
-"""Parts of a training step on a whole batch: scores, the critic, penalties, and the optimizer steps that follow."""
+"""A training step, on a whole batch or a stream: scores, the critic, penalties, and the optimizer steps."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
@@ -24,6 +25,8 @@ from slime_like.orchestration.trainer.rank_training import StreamedStep
 from slime_like.statistics import GRPOStats, ValueStats
 from slime_like.trajectory import ScoredTrajectory
 
+_WINDOW = "training on a window"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
@@ -37,6 +40,7 @@ class TrainedStep:
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
         penalties: metrics of the KL in the reward, and to the teacher.
         critic: figures of every optimizer step of the critic, in order.
+        given_advantages: advantages of the trajectories before a KL or a critic replaced them; empty if none could.
     """
 
     trajectories: Sequence[ScoredTrajectory]
@@ -46,6 +50,7 @@ class TrainedStep:
     busy_s: float | None = None
     penalties: Mapping[str, float] = field(default_factory=dict)
     critic: Sequence[ValueStats] = ()
+    given_advantages: Sequence[Tensor] = ()
 
     @classmethod
     def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep]) -> Self:
@@ -56,6 +61,48 @@ class TrainedStep:
             scoring |= _work_of_trainers(role, trajectories, fmean(step.scoring_s[role] for step in steps))
         busy_s = fmean(step.busy_s for step in steps)
         return cls(trajectories, present(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
+
+
+def train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
+    """Sample the whole batch, then run its optimizer steps."""
+    with run.source.sampling(run.progress):
+        trajectories = run.source.next_batch(step, clock)
+    given = [row.advantages for row in trajectories]
+    batch, updates = run.policy.load_batch(trajectories), []
+    with clock.phase("sync"):
+        run.devices.training()
+    with run.progress.waiting("training"):
+        scoring = score(run, trajectories, clock)
+        critic, penalties = train_critic(run, trajectories, step, clock)
+        penalties |= apply_penalties(run, trajectories, step, clock)
+        with clock.phase("train"):
+            for index, denominator in optimizer_steps(run, batch, trajectories, step):
+                answers = run.policy.start("training", TrainerRank.train_minibatch, index, denominator)
+                updates += present(answers.result())[:1]
+            learned = [present(answers.result())[0] for answers in critic]
+    others: dict[str, Any] = {"penalties": penalties, "critic": learned, "given_advantages": given}
+    return TrainedStep(trajectories, updates, scoring, batch.tokens, **others)
+
+
+def train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
+    """Run one optimizer step. Trainers process full windows while other groups are still being sampled.
+
+    Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
+    The rest is the last window. If all groups are ready together, the last window is the whole batch.
+    """
+    policy, source = run.policy, run.source
+    windows = WindowStream(policy.batcher)
+    policy.defer(policy.start(_WINDOW, TrainerRank.begin_stream))
+    with run.source.sampling(run.progress):
+        for groups in source.stream(step, clock):
+            holds = source.is_complete(step) or not policy.is_idle()
+            if window := windows.add(groups, holds):
+                policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, False))
+    with clock.phase("train"), run.progress.waiting("training"):
+        window, denominator = windows.finish()
+        policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, True))
+        steps = policy.call("updating", TrainerRank.finish_stream, denominator)
+    return TrainedStep.of_stream(windows, steps)
 
 
 def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock) -> dict[str, float]:

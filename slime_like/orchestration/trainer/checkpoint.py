@@ -169,6 +169,7 @@ class CheckpointStore:
     Attributes:
         written: writes further files of a checkpoint, by name.
         linked: returns directories whose files are linked into a checkpoint, if any, by name there.
+        newest: checkpoint that this start resumed from or wrote last; ``None`` before the first one.
     """
 
     def __init__(
@@ -187,6 +188,7 @@ class CheckpointStore:
         self._started: Path | None = None
         self.written: dict[str, Callable[[Path], None]] = {}
         self.linked: dict[str, Callable[[], Path | None]] = {}
+        self.newest: Checkpoint | None = None
         _put_back(self._root)
         self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # left by a killed save
 
@@ -285,6 +287,7 @@ class CheckpointStore:
         link.symlink_to(final.name)
         link.replace(root / "latest")
         sync(root)
+        self.newest = replace(written, path=final)
         self._left.discard(final)
         # Remove checkpoints first that are later than the resumed step: the run may have skipped damaged ones.
         saved = sorted(

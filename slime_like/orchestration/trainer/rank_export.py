@@ -12,6 +12,7 @@ from slime_like.interfaces import BucketMetadata, Manifest, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.plugins.options import load_option
+from slime_like.weights.fingerprint import Fingerprint
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import COLOCATED, open_sender
 
@@ -97,6 +98,11 @@ class RankExport(RankTraining):
             return None
         # A bucket is only valid until the next one, and may hold views of a larger buffer.
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.tensors}
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the weights that this rank gathers, by Hugging Face name. Collective."""
+        export = self.backend.export_weights()
+        return {name: Fingerprint.of(tensor) for bucket in export for name, tensor in bucket.tensors}
 
     def _next(self) -> WeightBucket | None:
         """Return the next bucket; ``None`` for an empty one and at the end."""

@@ -80,6 +80,6 @@ def test_the_time_of_records_and_milestones_belongs_to_no_step(tmp_path: Path, m
         before_first=lambda: spend(10), after=lambda _: spend(1000), finish=lambda wall_s: None
     )
     monkeypatch.setattr(module, "Milestones", lambda *_: milestones)
-    monkeypatch.setattr(module, "_train_on_batch", lambda *_: spend(1) or MagicMock())
+    monkeypatch.setattr(module, "train_on_batch", lambda *_: spend(1) or MagicMock())
     module.train(load_config(None, ["--run_dir", str(tmp_path), "--model.path", str(tmp_path), "--steps", "3"]))
     assert recorded == [1.0, 1.0, 1.0]
