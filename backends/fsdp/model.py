@@ -157,11 +157,12 @@ class FsdpModel(nn.Module):
         return every | self.kept_by_name()
 
     def kept_by_name(self) -> dict[str, Tensor]:
-        """Return the routers' biases by their names in checkpoints: whole on every rank, float32, never trained.
+        """Return routers' biases and layers' scalars by their names in checkpoints: whole on every rank, float32, never
+        trained.
 
         ``build`` ensures that a checkpoint has no other tensors besides parameters.
         """
-        return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
+        return {self.names[name]: buffer for name, buffer in kept_buffers(self.hugging_face).items()}
 
     def pieces(self, name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
         """List the tensors, of a Hugging Face checkpoint or an adapter, in ``values``; see ``names.pieces``."""
@@ -300,6 +301,7 @@ def _model(
         ) from error
     # transformers leaves a padding token's embedding without gradient; here, padding is not marked by a token id.
     hugging_face.get_input_embeddings().padding_idx = None
+    _keep_router_biases(hugging_face)
     hugging_face.eval()  # no dropout: old and current logprobs must be comparable
     if hugging_face.base_model is hugging_face:
         raise ConfigError(
@@ -308,7 +310,7 @@ def _model(
     if values:
         hugging_face.score = nn.Linear(hugging_face.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
         hugging_face.set_output_embeddings(nn.Identity())
-    names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
+    names = checkpoint_names(hugging_face, kept_buffers(hugging_face), path)
     model = FsdpModel(hugging_face, names, chunk_tokens, entropy_gradient)
     add_lora(settings, model)
     return model
@@ -321,19 +323,29 @@ def computes_alike(other: Path, model: ModelConfig) -> bool:
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
 
 
-def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:
-    """Return buffers that affect only routers' choices, by module name, in layer order."""
+def kept_buffers(hugging_face: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a checkpoint (``keeps_type``), by module name, in layer order."""
     return {name: buffer for name, buffer in hugging_face.named_buffers() if keeps_type(name)}
+
+
+def _keep_router_biases(hugging_face: nn.Module) -> None:
+    """Make buffers of routers' biases that a family holds as parameters, which would be gathered in ``model.dtype``."""
+    for name, parameter in [*hugging_face.named_parameters()]:
+        if keeps_type(name):
+            owner, _, leaf = name.rpartition(".")
+            module = hugging_face.get_submodule(owner)
+            delattr(module, leaf)
+            module.register_buffer(leaf, torch.zeros(parameter.shape, dtype=torch.float32))  # read from the file later
 
 
 def _require_nothing_else(hugging_face: nn.Module) -> None:
     """Reject checkpoint tensors that would neither be loaded nor reach engines."""
     known = {name for name, _ in hugging_face.named_parameters(remove_duplicate=False)}
-    others = [name for name in hugging_face.state_dict() if name not in known | set(routing_biases(hugging_face))]
+    others = [name for name in hugging_face.state_dict() if name not in known | set(kept_buffers(hugging_face))]
     if others:
         raise ConfigError(
-            f"model.path: its checkpoint has {pluralize(len(others), 'tensor')} ({others[0]}, ...) besides parameters "
-            "and routers' biases, which trainer.backend=fsdp does not keep; use another model"
+            f"model.path: its checkpoint has {pluralize(len(others), 'tensor')} ({others[0]}, ...) besides parameters, "
+            "routers' biases and layers' scalars, which trainer.backend=fsdp does not keep; use another model"
         )
 
 

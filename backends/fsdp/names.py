@@ -1,8 +1,8 @@
 """A model's parameters and routers' biases as tensors of its Hugging Face checkpoint.
 
 Most are one tensor with the same name. transformers keeps a layer's experts in two stacks, (E, 2I, H), with the gate's
-rows above the up projection's, and (E, H, I). Most checkpoints store each expert's matrices separately, others the
-stack. Reading and writing use the same pieces, so they cannot disagree.
+rows above the up projection's, and (E, H, I). Most checkpoints store each expert's matrices separately, some under
+Mixtral's names, others the stack. Reading and writing use the same pieces, so they cannot disagree.
 """
 
 import re
@@ -19,11 +19,15 @@ from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import list_names
 from slime_like.errors import ConfigError
 
-_STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_STACK = re.compile(r"(?P<experts>.*\.(?P<block>mlp|block_sparse_moe)\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 _WHOLE = ".whole"
 """End of our name of a stack that checkpoints store as one tensor."""
 
-_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MATRICES = {
+    "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    "block_sparse_moe": {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+}
+"""Names of an expert's matrices in checkpoints, by the name of its layer's block there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
     stack = _STACK.fullmatch(name)
     if stack is None:
         return [TensorRows(name.removesuffix(_WHOLE), start, values)]
-    matrices = _MATRICES[stack["kind"]]
+    matrices = _MATRICES[stack["block"]][stack["kind"]]
     return [
         TensorRows(f"{stack['experts']}.{start + index}.{matrix}.weight", 0, part)
         for index, expert in enumerate(values)
@@ -54,8 +58,8 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
 
 
 def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) -> dict[str, str]:
-    """Return the tensors' names in checkpoints, by module name. A stack of experts keeps its module name, with a mark
-    if it is one tensor.
+    """Return the tensors' names in checkpoints, by module name. A stack of experts keeps its module name, with its
+    block's name in checkpoints, and a mark if it is one tensor.
 
     transformers defines every family's checkpoint layout.
 
@@ -83,7 +87,9 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
 def _renamed(hugging_face: Any, name: str, value: Tensor, stored: dict[str, Shape]) -> str:
     """Return the other name under which a parameter is stored as one tensor, or ``name`` if there is none."""
     if _STACK.fullmatch(name):
-        return name + _WHOLE * (name in stored)
+        other = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
+        is_renamed = other.replace("gate_up_proj", "0.w1.weight").replace("down_proj", "0.w2.weight") in stored
+        return other if is_renamed else name + _WHOLE * (name in stored)
     if name in stored:
         return name
     alone = _stored(hugging_face, {name: value})

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backends.fsdp.model import FsdpModel
@@ -47,12 +48,21 @@ def require_own_forward(
     """Reject a model if ``score`` and transformers compute different results. Collective.
 
     Raises:
-        ConfigError: the logprobs or values differ, or a sequence of a pack affects the next one.
+        ConfigError: the model cannot compute a pack, the logprobs or values differ, or a sequence of a pack affects the
+            next one.
     """
     path, dtype = settings.path, getattr(torch, settings.dtype)
     what, unit = ("values", "") if model.values else ("logprobs", " nats")
     pack, changed = (_probe(dimensions, seed) for seed in (0, 1))
-    ours, others = (logprobs.double() for logprobs, *_ in score([pack, changed]))
+    try:
+        ours, others = (logprobs.double() for logprobs, *_ in score([pack, changed]))
+    except (TypeError, AttributeError, LookupError, ValueError, NotImplementedError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):  # of the machine, not of the model
+            raise
+        raise ConfigError(
+            f"model.path={path}: the layers of transformers cannot compute a micro-batch without its masks and cache "
+            f"({type(error).__name__}: {error}), as trainer.backend=fsdp needs it; use another model"
+        ) from error
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())
     if not gap <= LEAKS[dtype]:  # also rejects NaN
         raise ConfigError(

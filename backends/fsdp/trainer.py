@@ -22,6 +22,7 @@ from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
+from slime_like.models.weight_files import is_router_bias
 from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
 
@@ -137,7 +138,8 @@ class FsdpTrainer(TrainerBase):
         return stats
 
     def _router_biases(self) -> dict[int, Tensor]:
-        return dict(zip(self.dimensions.expert_layers, self.model.kept_by_name().values(), strict=True))
+        biases = [tensor for name, tensor in self.model.kept_by_name().items() if is_router_bias(name)]
+        return dict(zip(self.dimensions.expert_layers, biases, strict=True))
 
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()

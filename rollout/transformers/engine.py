@@ -138,6 +138,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             remedy = f"use rollout.engine=vllm, because the transformers engine supports only {known}"
             raise EngineError(problem, code="model-not-served", who=who, remedy=remedy)
         self.model = model.eval().requires_grad_(False)
+        weights.keep_router_biases(model)
         self._move(_device())
         routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None
         return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), routers)

@@ -174,6 +174,7 @@ _SPELLINGS = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
 }
 
 

@@ -367,8 +367,7 @@ def _of_another(raw: dict[str, Any], path: Path, reason: str) -> dict[str, Any]:
     except KeyError as error:
         raise ConfigError(
             f"{path}: model_type {raw.get('model_type', '(none)')} has no {error}, under this or another known name; "
-            "use a decoder with attention and a maximum number of positions, or, if the key was lost, re-export the "
-            "checkpoint with transformers"
+            "use a decoder whose configuration has its numbers of layers, attention heads and positions, and its width"
         ) from error
 
 

@@ -112,9 +112,14 @@ def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return {} if not found or ModelDimensions.from_checkpoint(directory).attention.unsupported else found
 
 
+def is_router_bias(name: str) -> bool:
+    return name.endswith((".e_score_correction_bias", ".expert_bias"))
+
+
 def keeps_type(name: str) -> bool:
-    """Return whether the Hugging Face tensor keeps its type: rounding a router's bias would change its choices."""
-    return name.endswith(".e_score_correction_bias")
+    """Return whether the Hugging Face tensor is not trained, and keeps its type: rounding a router's bias would change
+    its choices. Gemma 4 multiplies each layer's output with a scalar."""
+    return is_router_bias(name) or name.endswith(".layer_scalar")
 
 
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -16,25 +16,28 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from backends.common.linear_attention import Recurrence
 from backends.fsdp.model import _require_nothing_else
 from backends.fsdp.trainer import FsdpTrainer
+from rollout.transformers.weights import destination, destinations
 from slime_like.algorithms.context import Layout, split_for_context_parallel
-from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import keeps_type
 from slime_like.planning.plan import count_parameters
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.cases import LENGTHS, PACKS
-from tests.parallel.checks import LOGPROB_BOUND, UPDATE_BOUND, check_tensors, whole
+from tests.parallel.checks import GRADIENT_BOUND, LOGPROB_BOUND, UPDATE_BOUND, check_tensors, whole
 from tests.parallel.feature_cases import value_config
 from tests.parallel.harness import Row, case_of, check, parameters, rows
 from tests.parallel.ranks import run_each, run_ranks
-from tests.parallel.steps import as_critic, scored_packs
-from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint, scored_sequences, tiny_config
+from tests.parallel.steps import as_critic, exported_gradients, running, scored_packs
+from tests.parallel.tiny import OTHERS, RENAMED, SIZES, save_checkpoint, scored_sequences, tiny_config
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
@@ -122,7 +125,8 @@ def _mixed(placement: RankPlacement, pack: PackedTrajectory) -> dict[str, list[T
 # ----------------------------------------------------------------------------------------------------------- any model
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
-    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
+    "OlmoHybridConfig": "checkpoints of OlmoHybridForCausalLM are arranged differently from its modules",
+    "GlmMoeDsaConfig": "the layers of transformers cannot compute a micro-batch without its masks and cache (TypeError",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
     "Lfm2Config": "a sequence affects the next one in a micro-batch",
     "Qwen2MoeConfig": "differ from those of transformers' own forward pass",  # a window in its mask only
@@ -161,6 +165,56 @@ def _start_of_a_critic(placement: RankPlacement, config: RunConfig) -> str:
         return str(error)
     finally:
         trainer.shutdown()
+
+
+@pytest.mark.parametrize("family", [*RENAMED])
+def test_tensors_of_modules_with_other_names(family: str, tmp_path: Path) -> None:
+    """transformers names the reference's gradients as in checkpoints. Routers' biases and layers' scalars are exported
+    as they were, also in bfloat16, whose values would be others."""
+    model = save_checkpoint(family, tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    kept = {name: value for name, value in stored.items() if keeps_type(name)}
+    found = destinations(transformers.AutoModelForCausalLM.from_pretrained(model))
+    assert all(destination(name, found).shape == value.shape for name, value in stored.items())  # of an engine
+    assert len(kept) in (1, 2) and all((value != value.bfloat16()).any() for value in kept.values())
+    sequences = scored_sequences(LENGTHS[0])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    reference.set_attn_implementation("eager")
+    reference.set_experts_implementation("eager")
+    for each in sequences:
+        tokens = torch.cat([each.prompt_tokens, each.response_tokens])
+        logits = reference(tokens[None]).logits[0, each.prompt_len - 1 : -1]
+        logprobs = (logits / each.temperature).log_softmax(-1).gather(1, each.response_tokens[:, None])[:, 0]
+        (-logprobs[each.loss_mask].mean() / 10).backward()  # a sample's tokens have the weight 1 together
+    gradients = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+    expected = {n: g.contiguous() for n, g in revert_weight_conversion(reference, gradients).items() if n not in kept}
+    layout, objective = {"context": 2}, {"loss": "sft", "reduction": "samples"}
+    config = tiny_config(model, tmp_path, layout, algorithm=objective, trainer={"backend": "fsdp"})
+    found = run_ranks(_gradients, 2, tmp_path / "ranks", config, pack_sequences(sequences), tmp_path / "hf")
+    check_tensors(found[0], expected, GRADIENT_BOUND)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name].float(), value) for name, value in stored.items())
+    halves = tiny_config(model, tmp_path, None, "bfloat16", trainer={"backend": "fsdp"})
+    run_ranks(_export, 1, tmp_path / "halves", halves, tmp_path / "bf16")
+    exported = load_file(tmp_path / "bf16" / "model.safetensors")
+    assert all(exported[name].dtype == torch.float32 and torch.equal(exported[name], kept[name]) for name in kept)
+
+
+def _gradients(
+    placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, directory: Path
+) -> dict[str, Tensor]:
+    """Return the gradients of the summed negative logprobs over 10, by their names in checkpoints."""
+    with running(placement, config) as trainer:
+        trainer.export_hf(directory)
+        trainer.begin_step(10.0, real_tokens([pack]))
+        trainer.accumulate([pack], last=True)
+        return exported_gradients(trainer, 10.0)
+
+
+def _export(placement: RankPlacement, config: RunConfig, directory: Path) -> None:
+    with running(placement, config) as trainer:
+        trainer.export_hf(directory)
 
 
 def test_a_buffer_of_the_checkpoint_is_rejected_by_name() -> None:
@@ -227,7 +281,21 @@ def _checkpoint(name: str, directory: Path) -> Path:
 
 _FEATURES: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"head_dim": 16},
-    "MixtralConfig": {"num_local_experts": 2},
+    "OlmoHybridConfig": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "GlmMoeDsaConfig": {
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 8,
+    },
     "Qwen2MoeConfig": {
         "num_experts": 2,
         "num_experts_per_tok": 1,

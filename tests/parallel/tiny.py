@@ -167,6 +167,30 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2MoeConfig", {**_HYBRID_EXPERTS, "mlp_only_layers": [1]}),
 }
 
+RENAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie4_5_moe": (  # routers' biases as parameters, under other names in checkpoints
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    ),
+    "minimax_m2": (  # Mixtral's names of experts, norms over all heads
+        "MiniMaxM2Config",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "gemma4_text": (  # scalars of layers, two sizes of heads, keys as values
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+        },
+    ),
+}
+"""Families of two layers whose modules have other names or stacks than their checkpoints."""
+
 
 def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4) -> Path:
     """Write a float32 checkpoint with random weights, norms and biases, and return its directory.
@@ -188,6 +212,8 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     return directory
 
@@ -207,9 +233,11 @@ def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _model(family: str, layers: int) -> torch.nn.Module:
-    class_name, features = (_KNOWN | OTHERS)[family]
+    class_name, features = (_KNOWN | OTHERS | RENAMED)[family]
     sizes = (
-        {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else layers}
+        {"vocab_size": VOCAB}
+        if family == "gpt2"
+        else SIZES | {"num_hidden_layers": 2 if family in OTHERS | RENAMED else layers}
     )
     # transformers gives the embedding of a padding token no gradient.
     ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}

@@ -21,7 +21,7 @@ from slime_like.errors import CheckpointError
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tokenization import load_tokenizer
-from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
+from slime_like.models.weight_files import WeightFilesError, header_shapes, is_router_bias
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
 from slime_like.orchestration.cluster.bundles import pieces_of
@@ -350,7 +350,7 @@ def router_note(model: Path, rate: float) -> str:
     has_biases = dimensions.moe_sigmoid
     if dimensions.attention.unsupported:
         with suppress(WeightFilesError):  # there are none if the run starts with converted weights
-            has_biases = any(map(keeps_type, header_shapes(model)))
+            has_biases = any(map(is_router_bias, header_shapes(model)))
     if not has_biases:
         return ""
     fate = "move against the experts' load after each optimizer step" if rate else "are frozen"
