@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -29,6 +30,7 @@ from slime_like.orchestration.rollout.group_table import GENERATE, READY, REWARD
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.run import sources
 from slime_like.orchestration.run.sources import SampledGroups
 from slime_like.orchestration.weight_sync import SyncReport
 from slime_like.system.loop_thread import LoopThread
@@ -362,6 +364,33 @@ def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     assert groups.table.sampled() == PROMPTS
     groups.close()
     engines.thread.close()
+
+
+def test_the_time_in_which_engines_have_nothing_to_sample(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last group's samples to the end of a step of 10 s, if no group is being sampled then."""
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    for place in (group_table, sources):
+        monkeypatch.setattr(place, "time", clock)
+    engines = ShuffledEngines(by_hand=True)
+    groups = groups_of(run_dir, engines, max_staleness=1)
+    source = SampledGroups(groups, DeviceSwitch(), Mock(), None)
+    source._report = Mock(metrics=lambda _: {})
+    source._is_first_step = False
+    cast(Any, groups.table.prompts.source).dropped_prompts = 0
+    groups.table.serve(0)
+    engines.answer()
+    answers: list[dict[float, range]] = [{2: range(4)}, {12: range(4, 8), 16: range(8, 12)}]
+    shares = []
+    for step, answered in enumerate(answers, start=1):
+        for clock.now_s, ids in answered.items():
+            engines.answer(*ids)
+        clock.now_s = 10.0 * step
+        source.advance(step, groups.next_batch(step, PhaseClock()))
+        shares.append(source.figures(10.0).metrics["rollout/pct_time_idle (%)"])
+        engines.answer()
+    groups.close()
+    engines.thread.close()
+    assert shares == [0, pytest.approx(40)]
 
 
 def test_a_step_drops_its_groups_together(run_dir: Path) -> None:
