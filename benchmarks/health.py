@@ -17,7 +17,8 @@ from slime_like.observability.names import STEP_TIME
 REPO = Path(__file__).parents[1]
 _SLIME = [sys.executable, "-m", "slime_like.commands.main"]
 _AHEAD = {"rollout.max_staleness": 2, "algorithm.importance.correction": "truncate"}
-_BROKEN = {"trainer.optimizer.lr": 0.3, "trainer.optimizer.warmup_steps": 15, "rollout.max_new_tokens": 96}
+_GROWING = {"trainer.optimizer.lr": 0.02, "trainer.optimizer.warmup_steps": 110}
+_COLD = {"rollout.temperature": 0.05, "rollout.max_new_tokens": 96}
 
 
 def _reward(name: str, **options: object) -> dict[str, object]:
@@ -27,12 +28,13 @@ def _reward(name: str, **options: object) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run and the rules that it must raise: exactly none, or at least these."""
+    """A run and the rules that it must raise: exactly none, or at least these. An untrained model babbles."""
 
     raises: frozenset[str] = frozenset()
     steps: int = 100
     recipe: str = "quickstart"
     settings: Mapping[str, object] = field(default_factory=dict)
+    untrained: bool = False
 
 
 CASES = {
@@ -41,11 +43,19 @@ CASES = {
     "ahead": Case(settings=_AHEAD),
     "constant reward": Case(frozenset({"no_gradient"}), 8, settings=_reward("always_one")),
     "failing reward": Case(frozenset({"failed_samples"}), 8, settings=_reward("fails_often")),
-    "slow reward": Case(frozenset({"slow_phase"}), 25, settings=_reward("slows_down", quick_calls=800, seconds=0.3)),
+    "slow reward": Case(frozenset({"slow_phase"}), 40, settings=_reward("slows_down", quick_calls=2500, seconds=0.05)),
     "slow reward ahead": Case(
-        frozenset({"idle_trainers"}), 14, settings={**_AHEAD, **_reward("slows_down", quick_calls=0, seconds=0.3)}
+        frozenset({"idle_trainers"}),
+        12,
+        settings={
+            **_AHEAD,
+            **_reward("slows_down", quick_calls=0, seconds=0.3),
+            "rollout.prompts_per_step": 16,
+            "health.idle_trainers": 80,
+        },
     ),
-    "learning rate of 0.3": Case(frozenset({"repeated_text", "truncated", "length_cliff"}), 30, settings=_BROKEN),
+    "growing learning rate": Case(frozenset({"entropy_cliff", "no_gradient"}), 60, settings=_GROWING),
+    "cold babble": Case(frozenset({"repeated_text", "truncated"}), 12, settings=_COLD, untrained=True),
 }
 
 
@@ -66,7 +76,7 @@ def run(out: Path, name: str, case: Case) -> tuple[object, ...]:
         "run_dir": run_dir,
         "resume": "never",
         "steps": case.steps,
-        "model.path": base / "warm_start" / "hf",
+        "model.path": base / "model" if case.untrained else base / "warm_start" / "hf",
         "data.train": data / "train.jsonl",
         "evaluation.files": data / "eval.jsonl",
         "rollout.engine": "transformers",

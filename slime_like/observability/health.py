@@ -181,7 +181,7 @@ RULES = (
     Rule("entropy_cliff", (names.ENTROPY,), partial(_factor, 0.02),
          f"the entropy changed by a factor of {{value}}: the policy collapses or breaks; {_READ}, and lower the "
          "learning rate", needs=_LEAST + _NOW),
-    Rule("length_cliff", (names.LENGTH,), partial(_factor, 4.0),
+    Rule("length_cliff", (names.LENGTH,), partial(_factor, 1.0),
          f"the mean length changed by a factor of {{value}}: the reward favors it, or the policy breaks; {_READ}",
          needs=_LEAST + _NOW),
     Rule("truncated", (names.TRUNCATED,), _typical,
