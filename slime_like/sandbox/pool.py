@@ -19,7 +19,7 @@ import psutil
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig, RewardConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.serving import decode, encode
-from slime_like.system.disk import open_log
+from slime_like.system.disk import bound_log, open_log
 from slime_like.system.network import interfaces
 from slime_like.system.processes import descendants
 
@@ -63,6 +63,8 @@ class WorkerProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         self._keeps_log = log is not None
         self._log = tempfile.TemporaryFile(buffering=0) if log is None else open_log(*log)  # noqa: SIM115 (closed in `end`)
+        if log is None:
+            bound_log(self._log)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,

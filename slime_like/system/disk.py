@@ -1,15 +1,22 @@
-"""Durable and atomic writes, and descriptions of failed writes and damaged files."""
+"""Durable and atomic writes, bounded logs, and descriptions of failed writes and damaged files."""
 
+import functools
 import hashlib
 import itertools
 import os
 import secrets
 import shutil
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TextIO
+
+_LOG_BYTES, _HEAD_BYTES, _TAIL_BYTES = 2**26, 2**25, 2**20
+_CHECK_LOGS_S = 1.0
 
 
 def refusal(path: Path, reason: str, contents: str = "") -> str:
@@ -19,8 +26,7 @@ def refusal(path: Path, reason: str, contents: str = "") -> str:
         room = f"{usage.free} of {usage.total} bytes are free"
     except OSError as error:  # the disk is gone
         room = f"free space is unknown: {error.strerror or error}"
-    remedy = "free space there, and restart to resume from the last checkpoint"
-    return f"{path}{contents}: could not be written ({reason}; {room}); {remedy}"
+    return f"{path}{contents}: could not be written ({reason}; {room}); free space there"
 
 
 def length_fault(found: int, written: int) -> str | None:
@@ -58,7 +64,54 @@ def open_log(directory: Path, role: str) -> FileIO:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
     while True:
         with suppress(FileExistsError):
-            return FileIO(str(directory / next(names)), "a+", opener=lambda path, _: os.open(path, flags, 0o644))
+            file = FileIO(str(directory / next(names)), "a+", opener=lambda path, _: os.open(path, flags, 0o644))
+            bound_log(file)
+            return file
+
+
+def bound_log(file: FileIO) -> None:
+    """Bound a log to 64 MiB while ``file`` is open, whoever writes to it: drop the middle of what is beyond.
+
+    A thread checks every second. It neither slows a writer, nor is needed for the last words of one that dies.
+    """
+    _start_log_bounds()
+    _logs[os.dup(file.fileno())] = weakref.ref(file)  # a separate number: the file's own may soon be another file's
+
+
+_logs: dict[int, weakref.ref[FileIO]] = {}
+
+
+@functools.cache
+def _start_log_bounds() -> None:
+    threading.Thread(target=_keep_logs_bounded, name="log-bounds", daemon=True).start()
+
+
+def _keep_logs_bounded() -> None:
+    dropped: dict[int, int] = {}
+    while True:
+        time.sleep(_CHECK_LOGS_S)
+        for number, reference in list(_logs.items()):
+            with suppress(OSError):  # a full disk; the next check tries again
+                dropped[number] = drop_middle(number, dropped.get(number, 0))
+            if (file := reference()) is None or file.closed:
+                del _logs[number]
+                dropped.pop(number, None)
+                os.close(number)
+
+
+def drop_middle(log: int, dropped: int) -> int:
+    """Shorten a log that is too long. Return how many bytes are missing, of which ``dropped`` were before."""
+    if (end := os.fstat(log).st_size) <= _LOG_BYTES:
+        return dropped
+    start = end = end - _TAIL_BYTES
+    tail = b""
+    while more := os.pread(log, _TAIL_BYTES, end):  # also what is written meanwhile
+        end, tail = end + len(more), tail + more
+    dropped += start - _HEAD_BYTES
+    line = f"\n[slime-like] {dropped} bytes are missing here: a log is bounded to {_LOG_BYTES >> 20} MiB\n"
+    os.ftruncate(log, _HEAD_BYTES)
+    os.pwrite(log, line.encode() + tail, _HEAD_BYTES)
+    return dropped
 
 
 def end_of_file(path: Path, nbytes: int) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +17,11 @@ import pytest
 from slime_like.data.ledger import FILE_NAME, GENERATED, ISSUED, SCORED, TRAINED, Ledger, audit_run
 from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.cluster import orphan_reaper
-from slime_like.orchestration.cluster.ray_session import link_logs, sessions
+from slime_like.orchestration.cluster.ray_session import RAY_DIRECTORY, link_logs, sessions
 from slime_like.orchestration.cluster.stopped import stopped_processes
 from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from slime_like.weights.transports.shared_memory import SharedSegment
 from tests.process.conftest import wait_until
 from tests.unit.orchestration.run.test_directory import config, prepare_run_dir, write_checkpoint
 
@@ -207,3 +209,40 @@ def test_it_is_read(tmp_path: Path, journal: str, killed: bool, left: list[str])
     assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
     with closing(Ledger.begin(tmp_path)) as ledger:  # what was left belongs to no later ledger
         assert ledger.count() == 0
+
+
+def test_a_start_removes_what_killed_runs_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their drivers and reapers were killed together. What a living process uses, or is recent, stays."""
+    shared, dead, run = tmp_path / "shm", 2**22 + 1, "slime-0123456789ab"
+    shared.mkdir()
+    monkeypatch.setattr(orphan_reaper, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(orphan_reaper, "_STALE_S", 60.0)
+    in_use = SharedSegment.create(shared / f"{run}.{dead}.aa.0", 4096)  # in a container, the maker has another id
+    (shared / f"{run}.{dead}.aa.1").touch()
+    (shared / f"{run}.{os.getpid()}.bb.0").touch()
+    (shared / f"{run}.1.cc.0").touch()
+    monkeypatch.setattr(orphan_reaper, "_lives_since", lambda process, _: process == os.getpid())
+    (shared / "slime-notes.txt").touch()
+    logs = tmp_path / "run" / "worker_logs"
+    logs.parent.mkdir()
+    for name, age_s in (("old", 600), ("written", 600), ("recent", 0)):
+        session = tmp_path / f"slime-{name}" / RAY_DIRECTORY / "session_2026_1"
+        (session / "logs").mkdir(parents=True)
+        (session / "logs" / "engine-0.log").write_text(name)
+        for path in (tmp_path / f"slime-{name}", session / "logs", session / "logs" / "engine-0.log"):
+            os.utime(path, (time.time() - age_s,) * 2)
+    (tmp_path / "slime-data").mkdir()
+    logs.symlink_to(tmp_path / "slime-old" / RAY_DIRECTORY / "session_2026_1" / "logs")
+    with (tmp_path / "slime-written" / RAY_DIRECTORY / "session_2026_1" / "logs" / "engine-0.log").open("a"):
+        orphan_reaper.remove_stale(tmp_path, logs)
+    assert {path.name for path in tmp_path.glob("slime-*")} == {"slime-written", "slime-recent", "slime-data"}
+    assert not logs.is_symlink() and (logs / "engine-0.log").read_text() == "old"
+    left = {path.name for path in shared.iterdir()}
+    assert left == {in_use.name, f"{run}.{os.getpid()}.bb.0", "slime-notes.txt"}
+    in_use.remove()
+
+
+def test_a_later_process_with_the_same_id_is_not_the_maker() -> None:
+    started = psutil.Process().create_time()
+    lives = orphan_reaper._lives_since
+    assert lives(os.getpid(), started + 1) and not lives(os.getpid(), started - 1) and not lives(2**22 + 1, started)

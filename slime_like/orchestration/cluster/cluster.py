@@ -78,10 +78,12 @@ class Cluster:
                 code="ray-initialised",
                 remedy="call train() in a separate process",
             )
+        place = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()))
+        orphan_reaper.remove_stale(place, self._logs)
         make_room(self._logs)
         if self._config.address is not None:
             _require_reachable(self._config.address)
-        self._private = make_private(Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())))
+        self._private = make_private(place)
         self._leftovers = (os.getpid(), self._private, self._logs, self.run_name, self._bucket_directories)
         self._guard = orphan_reaper.start(*self._leftovers)
         try:

@@ -5,6 +5,7 @@ import socket
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import ray
@@ -14,6 +15,8 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.system.disk import open_log
 from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback
 
+_used: list[FileIO] = []
+"""This process's log, which stays open: ``open_log`` bounds it as long."""
 _RAYS_LOCALHOST = ("127.0.0.1", "::1")
 
 
@@ -61,10 +64,10 @@ def use_log(role: str) -> Path:
     the next one to ROLE.3.log.
     """
     directory = logs_directory()
-    with open_log(directory, role) as file:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(file.fileno(), stream.fileno())
+    _used.append(file := open_log(directory, role))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file.fileno(), stream.fileno())
     return directory
 
 

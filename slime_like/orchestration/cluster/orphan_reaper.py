@@ -8,6 +8,8 @@ Run as ``python -m ... DRIVER_PID PRIVATE_DIRECTORY LOGS RUN_NAME BUCKET_DIRECTO
 means that the driver was killed, which only this process can report.
 """
 
+import fcntl
+import os
 import re
 import signal
 import subprocess
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from slime_like.orchestration.cluster.ray_session import put_away, remove_private, sessions
+from slime_like.orchestration.cluster.ray_session import RAY_DIRECTORY, put_away, remove_private, sessions
 from slime_like.system.disk import end_of_file
 from slime_like.system.processes import is_tracker
 from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
@@ -27,6 +29,7 @@ from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
 _GRACE_S = 2.0
 _QUIET_S = 3.0
 _GIVE_UP_S = 60.0
+_STALE_S = 600.0
 _LOOK_EVERY_S = 0.2
 _KILLED_MESSAGE = (
     "slime-like: the driver (process {driver}) was killed: {cause}; the other processes of the run were ended; restart "
@@ -129,6 +132,46 @@ def end_writers(directories: Callable[[], Sequence[Path]], but: int, quiet_s: fl
                     process.kill()  # psutil checks the start time, so a reused process id is safe
         seen = found
         time.sleep(_LOOK_EVERY_S)
+
+
+def remove_stale(parent: Path, logs: Path) -> None:
+    """Remove sessions below ``parent`` and weight buckets of this user's dead runs, whose reaper was killed, too.
+
+    Logs to which ``logs`` links are put in its place.
+
+    A session is stale if no process writes its files, and none was written for ten minutes; a bucket, if its maker is
+    dead and no process has locked it (``SharedSegment``), even one with other process ids, in a container.
+    """
+    old = [private for private in parent.glob("slime-*") if sessions(private) and _is_old(private)]
+    for private in old:
+        if not writers_below([private], 0):
+            for session in sessions(private):
+                put_away(session, logs)
+            remove_private(private)
+    for bucket in SHARED_MEMORY.glob("slime-*.*.*"):
+        with suppress(OSError, ValueError):  # it is gone, in use, or not ours
+            about, maker = bucket.stat(), int(bucket.name.split(".")[1])
+            if about.st_uid != os.geteuid() or _lives_since(maker, about.st_ctime):
+                continue
+            with bucket.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                bucket.unlink()
+
+
+def _is_old(private: Path) -> bool:
+    """Return whether a directory of Ray's files is this user's, and its logs are old."""
+    files = [private, *private.glob(f"{RAY_DIRECTORY}/session_*/logs"), *private.glob(f"{RAY_DIRECTORY}/*/logs/*")]
+    with suppress(FileNotFoundError):  # its owner is removing it
+        newest = max(file.stat().st_mtime for file in files)
+        return private.stat().st_uid == os.geteuid() and time.time() - newest > _STALE_S
+    return False
+
+
+def _lives_since(process_id: int, moment: float) -> bool:
+    """Return whether the process lives and is not a later one with the same id."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process_id).create_time() <= moment)
+    return False
 
 
 def writers_below(directories: Sequence[Path], but: int) -> list[psutil.Process]:

@@ -25,6 +25,7 @@ _LOGS = "logs"
 _RAY_LOGS = "ray"
 _ROLE_LOG = re.compile(r"[a-z]+-[\d-]+(\.\d+)?\.log")
 """Pattern of the log names that ``disk.open_log`` gives to processes of the run."""
+_KEPT_STARTS = 10
 _REMOVALS = 20
 _POLL_S = 0.2
 _SHORTEST = 16
@@ -53,14 +54,16 @@ def remove_private(private: Path) -> None:
 
 
 def make_room(logs: Path) -> None:
-    """Free the name ``logs`` for a new session. Logs of earlier starts become ``logs.1``, ``logs.2`` and so on."""
+    """Free the name ``logs`` for a new session. Logs of the last starts become ``logs.1``, ``logs.2`` and so on."""
     if logs.is_symlink():
         logs.unlink()
     elif logs.exists():
-        number = 1
-        while (aside := logs.with_name(f"{logs.name}.{number}")).exists():
-            number += 1
-        logs.rename(aside)
+        names = (path.name.removeprefix(f"{logs.name}.") for path in logs.parent.glob(f"{logs.name}.*"))
+        numbers = [int(name) for name in names if name.isdecimal()]
+        logs.rename(logs.with_name(f"{logs.name}.{(last := max(numbers, default=0) + 1)}"))
+        for number in numbers:
+            if number <= last - _KEPT_STARTS:
+                shutil.rmtree(logs.with_name(f"{logs.name}.{number}"), ignore_errors=True)
 
 
 def link_logs(session: Path, logs: Path) -> None:

@@ -9,6 +9,7 @@ tracker removes segments when any attached process ends.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -130,6 +131,7 @@ class SharedSegment:
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # as long as this process maps the file; see ``remove_stale``
         try:
             self._memory = LockedMemory(mmap.mmap(descriptor, nbytes))
         except RuntimeError as error:

@@ -31,6 +31,17 @@ def test_logs_of_every_start_are_kept(tmp_path: Path) -> None:
     assert kept == {"worker_logs": "third", "worker_logs.1": "first", "worker_logs.2": "second"}
 
 
+def test_logs_of_old_starts_are_removed(tmp_path: Path) -> None:
+    """A run that is restarted for weeks keeps the last ten. A directory with another name is not touched."""
+    logs, other = tmp_path / "worker_logs", tmp_path / "worker_logs.kept"
+    other.mkdir()
+    for _ in range(13):
+        logs.mkdir()
+        make_room(logs)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"worker_logs.{number}" for number in range(4, 14)} | {other.name}
+
+
 def test_rays_logs_are_set_apart_and_empty_ones_are_removed(tmp_path: Path) -> None:
     home, logs = session(tmp_path / "own"), tmp_path / "worker_logs"
     roles = ("engine-0", "trainer-0", "reference-1-2", "reward-3", "environment-0-1")
