@@ -257,8 +257,10 @@ class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
 
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
-    keep: int = Field(2, ge=1, description="Number of checkpoints kept.")
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints kept.")
+    keep_every: int = Field(0, ge=0, description="Keep all checkpoints of steps divisible by this, too; 0: none.")
     async_save: bool = Field(False, description="Write checkpoints during training.")
+    max_failed_saves: int = Field(2, ge=0, description="Successive saves that a full disk may refuse.")
     override: tuple[Literal["schedule", "data"], ...] = ()
     """Changes that a resumed run accepts. Changed data begin with a new epoch."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")

@@ -94,14 +94,15 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
             yield f"model.path={path}: {problem}; use the config.json and the weights of the same model"
 
 
-def disk_bytes(checkpoint: CheckpointConfig, dtype: str, trained: int) -> int:
+def disk_bytes(checkpoint: CheckpointConfig, dtype: str, trained: int, steps: int) -> int:
     """Return a run's peak disk use: the checkpoints it keeps, one more while it is written, and the exported model.
 
     Args:
         trained: number of trained parameters.
     """
     item = 4 if dtype == "float32" else 2
-    return trained * ((checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * checkpoint.export_hf)
+    kept = checkpoint.keep + (steps // checkpoint.keep_every if checkpoint.keep_every else 0)
+    return trained * ((kept + 1) * (item + _OPTIMIZER_BYTES) + item * checkpoint.export_hf)
 
 
 def preflight_problems(run_dir: Path, needed: int, port: int | None) -> Iterator[str]:

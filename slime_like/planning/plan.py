@@ -159,7 +159,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     trained = run.factors or dimensions.num_parameters
     if config.algorithm.needs_critic and (config.for_critic().model.path / "config.json").is_file():
         trained += run.for_critic().dimensions.num_parameters
-    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, trained)
+    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, trained, config.steps)
     if preflight:
         plan.problems += [*on_machine, *checks.preflight_problems(config.run_dir, disk, config.trainer.rendezvous_port)]
     else:

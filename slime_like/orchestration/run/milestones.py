@@ -1,14 +1,15 @@
 """Milestones: evaluation, checkpoints and export, run when they are due."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.config.roles import CRITIC, POLICY
-from slime_like.errors import HEALTH_STOP, SlimeLikeError
+from slime_like.errors import HEALTH_STOP, CheckpointError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY
@@ -16,6 +17,7 @@ from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.sources import Run
+from slime_like.orchestration.trainer.checkpoint import REFUSED
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.weights.adapter import ADAPTER, adapter_facts
 
@@ -55,6 +57,7 @@ class Milestones:
         self._run = run
         self._recorder = recorder
         model = run.config.model
+        self._failed_saves = 0
         self._facts = {FINGERPRINT: fingerprint(model.path), ADAPTER: adapter_facts(model)}
 
     def before_first(self) -> None:
@@ -71,8 +74,8 @@ class Milestones:
 
     def after(self, step: int) -> None:
         """Run what is due after this step."""
-        self._report_saved(self._run.checkpoints.commit_written())
         config = self._run.config
+        self._try_save(self._run.checkpoints.commit_written)
         if is_due(step, config.evaluation.every, config.steps):
             self._evaluate(step)
         stop = self._recorder.alarms.stop if step < config.steps else None
@@ -86,7 +89,7 @@ class Milestones:
     def finish(self, wall_s: float) -> TrainSummary:
         """Export the model, then write and return the summary. Call after the last step."""
         run, config = self._run, self._run.config
-        self._finish_save()
+        self._finish_save(is_last=True)
         self._recorder.finish()
         files = {"metrics": config.run_dir / METRICS_FILE, "checkpoint": config.run_dir / "checkpoints" / "latest"}
         if config.logging.tensorboard:
@@ -123,21 +126,37 @@ class Milestones:
         run.devices.training(keep_weights=step < config.steps)
         state = run.source.state_dict() | run.reference.state_dict() | run.kl_reward.state_dict()
         state |= {BACKEND: config.trainer.backend} | self._facts
+        is_last = step == config.steps
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):
-                saved = run.checkpoints.save(step, state)
-            self._report_saved(saved)
+                self._try_save(partial(run.checkpoints.save, step, state), is_last)
             return
         self._finish_save()
-        run.checkpoints.start(step, state)
+        self._try_save(partial(run.checkpoints.start, step, state), is_last)
 
-    def _finish_save(self) -> None:
+    def _finish_save(self, is_last: bool = False) -> None:
         with self._run.progress.waiting(_WRITING):
-            committed = self._run.checkpoints.finish()
-        self._report_saved(committed)
+            self._try_save(self._run.checkpoints.finish, is_last)
 
-    def _report_saved(self, checkpoint: Path | None) -> None:
+    def _try_save(self, save: Callable[[], Path | None], is_last: bool = False) -> None:
+        """Run a part of a save, and report the checkpoint that it completes.
+
+        If the disk refuses, the run continues, and the next save tries again. Nothing comes after the last save.
+
+        Raises:
+            CheckpointError: the disk refused the last save, or more than ``checkpoint.max_failed_saves`` in a row.
+        """
+        try:
+            checkpoint = save()
+        except CheckpointError as error:
+            self._failed_saves += 1
+            left = self._run.config.checkpoint.max_failed_saves - self._failed_saves
+            if error.code not in REFUSED or is_last or left < 0:
+                raise
+            self._run.progress.note(f"a checkpoint failed ({error}); training continues, and the next save tries again")
+            return
         if checkpoint is not None:
+            self._failed_saves = 0
             step = int(checkpoint.name.partition("-")[2])
             self._run.progress.note(f"checkpoint of step {step}: {checkpoint}")
 

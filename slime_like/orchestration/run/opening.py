@@ -220,7 +220,8 @@ class _Base:
             None if self.checkpoint is None else finished,
         )
         trained = [model for model in models.values() if model.role.trained]
-        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trained, progress.note, resumed)
+        keep, every = config.checkpoint.keep, config.checkpoint.keep_every
+        checkpoints = CheckpointStore(config.run_dir, keep, trained, progress.note, resumed, every)
         return _Placed(self, metrics, progress, placement, cluster.run_name, models, trained, checkpoints)
 
 

@@ -31,6 +31,8 @@ _RESCUE_TIMEOUT_S = 5.0
 
 UNUSABLE = ("checkpoint-damaged", "checkpoint-incomplete", "checkpoint-not-whole")
 """Error codes for checkpoints whose files are not as written."""
+REFUSED = ("disk-refused", "write-refused", "directory-refused", "failed-on-another-rank")
+"""Error codes of saves that the disk refused, maybe on another rank than the one whose error came first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class CheckpointStore:
     Args:
         models: trained models, whose state every checkpoint contains.
         keep: number of newest checkpoints to keep after a save.
+        keep_every: also keep checkpoints of steps divisible by this; 0 for none.
         note: reports files that could not be removed; removal is tried again after the next save.
         resumed: step that the run resumed after; checkpoints of later steps are removed first.
 
@@ -179,9 +182,10 @@ class CheckpointStore:
         models: Sequence[ModelRanks],
         note: Callable[[str], None],
         resumed: int | None = None,
+        keep_every: int = 0,
     ) -> None:
         self._root = run_dir / "checkpoints"
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._models = models
         self._note = note
         self._left = {path for path in saved_steps(self._root) if resumed is not None and _step(path) > resumed}
@@ -255,6 +259,7 @@ class CheckpointStore:
         final = self._root / f"step-{step:06d}"
         with self._whole_or_removed(final):
             partial = _partial(final)
+            self.abandon()  # what is left of a failed save, to which another rank was still writing
             partial.mkdir(parents=True)
             checksums = {}
             for name, write in self.written.items():
@@ -293,7 +298,11 @@ class CheckpointStore:
         saved = sorted(
             saved_steps(root), key=lambda path: (path not in self._left, _step(path) <= _step(final), _step(path))
         )
-        self._remove([*root.glob(f"{_FORMER}*"), *saved[: -self._keep]])
+        old = [path for path in saved[: -self._keep] if path in self._left or not self._is_milestone(path)]
+        self._remove([*root.glob(f"{_FORMER}*"), *old])
+
+    def _is_milestone(self, path: Path) -> bool:
+        return self._keep_every > 0 and _step(path) % self._keep_every == 0
 
     def _remove(self, paths: Iterable[Path]) -> None:
         """Remove directories, also earlier leftovers. A half-removed directory never has its original name."""

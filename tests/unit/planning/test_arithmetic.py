@@ -494,8 +494,11 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
 def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> None:
     """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
     trained = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B").num_parameters
-    config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
-    assert checks.disk_bytes(config.checkpoint, dtype, trained) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
+    for every, milestones in ((0, 0), (20, 5)):
+        keep = {"keep": 3, "keep_every": every}
+        config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint=keep)
+        needed = PUBLISHED["Qwen3-4B"] * ((4 + milestones) * kept + exported)
+        assert checks.disk_bytes(config.checkpoint, dtype, trained, steps=119) == needed
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:

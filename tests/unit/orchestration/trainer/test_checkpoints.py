@@ -106,6 +106,22 @@ def test_a_run_resumed_from_an_older_step_keeps_its_own_checkpoints(tmp_path: Pa
     assert _found(tmp_path)[0] == ["step-000010-good", "step-000012", "step-1000000"]
 
 
+def test_milestones_are_kept_besides_the_newest(tmp_path: Path, trainers: Trainers) -> None:
+    """Milestones that the run has abandoned are not."""
+    for resumed, steps, kept in ((None, range(10, 80, 10), (30, 60, 70)), (40, (50, 60), (30, 60))):
+        store = CheckpointStore(tmp_path, 1, [cast("ModelRanks", trainers)], print, resumed, keep_every=30)
+        for step in steps:
+            store.save(step, {})
+        assert _found(tmp_path)[0] == [f"step-{step:06d}" for step in kept]
+
+
+def test_what_another_rank_wrote_after_a_failed_save_is_removed_by_the_next(tmp_path: Path, trainers: Trainers) -> None:
+    store = _store(tmp_path, trainers)
+    (tmp_path / "checkpoints" / ".partial-step-000001" / "trainer").mkdir(parents=True)
+    store.save(2, {})
+    assert _found(tmp_path) == (["step-000002"], "step-000002")
+
+
 @pytest.mark.parametrize("noticed_by", ["commit_written", "finish"])
 def test_a_failure_in_the_background_keeps_the_last_checkpoint(
     tmp_path: Path, trainers: Trainers, store: CheckpointStore, noticed_by: str
