@@ -24,6 +24,7 @@ from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
 from slime_like.models.weight_files import is_router_bias
 from slime_like.statistics import StepStats
+from slime_like.system.heartbeat import beat
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -110,6 +111,7 @@ class FsdpTrainer(TrainerBase):
 
     def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> FsdpInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
+        beat()
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(

@@ -25,6 +25,7 @@ from torch import Tensor
 from backends.common.step.routes import Replay
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.versions import require
+from slime_like.system.heartbeat import beat
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -70,6 +71,7 @@ class Schedule:
         """
 
         def forward(batches: Any, model: MegatronModule) -> tuple[Tensor, Callable[..., Any]]:
+            beat()
             batch: ModelInput = next(batches)
             tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
             with contextlib.nullcontext() if self.offload is None else self.offload.saving():

@@ -39,6 +39,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.models.tokenization import load_tokenizer
+from slime_like.system import heartbeat
 from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver
@@ -49,6 +50,7 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
     if inherited is not None:  # the fork's copy of the owner's socket must be closed
         os.close(inherited)
     tempfile.tempdir = None  # the parent's directory will be removed
+    heartbeat.start()
     if on_cpu():
         keep_freed_memory()
         _join_without_nccl()
@@ -97,6 +99,11 @@ class EngineScheduler(Scheduler):
             sampling.stop_strs, sampling.stop_str_max_len = given["stop"], stop_window(given["stop"])
             sampling.custom_params = None
         super().handle_generate_request(recv_req, **options)
+
+    def run_batch(self, *arguments: Any, **options: Any) -> Any:
+        """Run a batch. Record progress for the engine's actor."""
+        heartbeat.beat()
+        return super().run_batch(*arguments, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """End frozen requests with all their sampled tokens. SGLang would drop the last few."""

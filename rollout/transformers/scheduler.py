@@ -17,6 +17,7 @@ from rollout.transformers.decoding import DecodeBatch, Routers
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode, RequestBatch
+from slime_like.system.heartbeat import beat
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +123,7 @@ class DecodeScheduler:
             self._batch.add(request.samples)
         if self._batch.samples:
             self._batch.step(self._version)
+            beat()
         self._settle()
 
     def _drain(self) -> None:

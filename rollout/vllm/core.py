@@ -17,6 +17,7 @@ from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.hosting.process import EngineFaults, one_line
 from slime_like.interfaces.engine import WHOLE, EngineNode
+from slime_like.system.heartbeat import beat
 from slime_like.system.processes import end_processes, is_alive, mapped_files, process_ids, start_tracker
 
 if TYPE_CHECKING:
@@ -165,6 +166,8 @@ class EngineCore:
                 return
             logs = arguments.enable_log_requests, not arguments.disable_log_stats
             self._llm = AsyncLLM(config, executor, log_requests=logs[0], log_stats=logs[1])
+            processor: Any = self._llm.output_processor  # called with the tokens of every iteration
+            processor.process_outputs = _beating(processor.process_outputs)
         finally:
             self._built.set()
 
@@ -177,3 +180,11 @@ class EngineCore:
             if built or time.monotonic() > deadline:
                 break
             end_processes(self.process_ids, 0.0)
+
+
+def _beating(process: Callable[..., T]) -> Callable[..., T]:
+    def process_and_beat(*arguments: Any, **options: Any) -> T:
+        beat()
+        return process(*arguments, **options)
+
+    return process_and_beat

@@ -334,6 +334,8 @@ class ClusterConfig(Section):
     nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
     gpus_per_node: int = Field(8, ge=1, description="GPUs per node; `slime-like launch` counts them.")
     allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
+    hang_timeout_s: float = Field(300.0, ge=90)
+    """Time without progress after which a worker is ended; at least ten times its usual longest wait for progress."""
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
     host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")

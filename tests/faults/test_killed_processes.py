@@ -13,7 +13,7 @@ import pytest
 
 from slime_like.commands.main import main
 from slime_like.data.ledger import audit_run
-from slime_like.orchestration.cluster import stopped
+from slime_like.orchestration.cluster import stopped, worker_watch
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick, running, title
@@ -173,7 +173,7 @@ def _held(command: Command, call: str) -> Iterator[None]:
 
 def _impatient(arguments: Sequence[str]) -> int:
     """Run the command with short times. ``test_kill_campaign.py`` has the default ones."""
-    stopped.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
+    worker_watch.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
     return main(arguments)
 
 

@@ -29,6 +29,7 @@ from backends.common.checkpoint.integrity import Checksums, damage_error, is_fil
 from backends.common.checkpoint.writing import Part, Shape
 from backends.common.process.agreement import DTYPES, ListedUnpickler, list_by_kind
 from slime_like.errors import CheckpointError
+from slime_like.system.heartbeat import beat
 
 FORMAT = 1
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
@@ -256,6 +257,7 @@ class StoredTensors:
             raise damage_error(self.directory, f"{name}: {brief(error)}") from error
 
     def _fill(self, part: Part, load: Callable[[MetadataIndex], Tensor]) -> None:
+        beat()
         tensor, copied = self.tensors[part.name], 0
         ours = ChunkStorageMetadata(torch.Size(part.offset), part.data.shape)
         near = TensorStorageMetadata(tensor.properties, tensor.size, self._chunks(part))

@@ -32,6 +32,7 @@ from backends.common.checkpoint.integrity import ByteRange, Checksums, ChecksumS
 from backends.common.process.agreement import list_names, together
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import refusal
+from slime_like.system.heartbeat import beat
 from slime_like.system.json_collectives import gather_json
 
 Shape = tuple[int, ...]
@@ -104,6 +105,7 @@ def write_data_file(path: Path, parts: Sequence[Part], objects: Mapping[str, byt
 
 def write_part(stream: ChecksumStream, part: Part) -> ByteRange:
     """Write one part in the form that the readers of torch and Megatron expect."""
+    beat()
     data = part.data.detach().to("cpu").contiguous()
     if data.untyped_storage().nbytes() != data.nbytes:
         data = data.clone()  # torch would save the whole storage of a view

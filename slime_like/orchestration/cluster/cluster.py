@@ -28,7 +28,7 @@ from slime_like.orchestration.cluster.ray_session import (
     put_away,
     remove_private,
 )
-from slime_like.orchestration.cluster.stopped import StoppedWorkers
+from slime_like.orchestration.cluster.worker_watch import WorkerWatch
 from slime_like.system.interrupts import raise_if_interrupted, take_interrupt, take_signals_back
 from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
 
@@ -46,7 +46,7 @@ class Cluster:
         logs: path that links to the workers' logs; for a new cluster, a directory with these logs after the run.
         slots: CPU slots that the run needs; a new cluster offers at least this many, even with fewer cores.
         bucket_directories: directories of weight buckets besides shared memory.
-        note: called with sentences about stopped workers, from another thread.
+        note: called with sentences about stopped and hanging workers, from another thread.
 
     Attributes:
         run_name: unique name; shared memory and weight buckets whose name starts with it are removed at the end.
@@ -67,7 +67,7 @@ class Cluster:
         self._session: Path | None = None
         self._settings = ExitStack()
         self._note = note
-        self._stopped: StoppedWorkers | None = None
+        self._workers: WorkerWatch | None = None
         self._daemons: DaemonWatch | None = None
         self.run_name = f"slime-{uuid.uuid4().hex[:12]}"
 
@@ -95,7 +95,7 @@ class Cluster:
             raise_if_interrupted()
             self._session = session_directory()
             link_logs(self._session, self._logs)
-            self._stopped = StoppedWorkers(self._note)
+            self._workers = WorkerWatch(self._note, self._config.hang_timeout_s)
             if (node := own_node()) is not None:
                 self._daemons = DaemonWatch(node, self._note)
         except Exception as error:  # Ray can raise any class, including Exception itself
@@ -120,7 +120,7 @@ class Cluster:
             if interrupted:
                 take_interrupt()
             self._daemons.end_stopped()
-        ended = self._stopped.close(wait=died is None) if self._stopped is not None else None
+        ended = self._workers.close(died is None, str(error)) if self._workers is not None else None
         self._end(in_order=kind is None)
         if error is None:
             return
@@ -129,7 +129,7 @@ class Cluster:
             remedy = f"{LIKELY_KILLER}; its log is in {self._logs}"
             cause = SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy)
         elif ended is not None and then:
-            cause = SlimeLikeError(f"{ended}{then}", code="worker-stopped", who="cluster")
+            cause = SlimeLikeError(f"{ended.reason}{then}", code=ended.code, who="cluster")
         else:
             return
         raise with_notes(cause, error) from error

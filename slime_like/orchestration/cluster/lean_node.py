@@ -25,7 +25,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.orphan_reaper import ended_agent
 from slime_like.orchestration.cluster.ray_session import create_token
-from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, stopped_process
+from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, recently_ended, stopped_process
 
 _LOOPBACK = "127.0.0.1"
 _GCS_START_S = "60"
@@ -182,8 +182,8 @@ class DaemonWatch:
         until = time.monotonic() + _FAILS_BEFORE_S
         while True:
             if (died := self.interrupted_for or self._node.ended_daemon()) is not None:
-                ended = self._watch.recently_ended(time.monotonic())
-                return f"{ended}; {died}" if ended else died
+                ended = recently_ended(self._watch.ended.values(), time.monotonic())
+                return f"{ended.reason}; {died}" if ended else died
             if time.monotonic() >= until:
                 return next((f"{one} is stopped (SIGSTOP)" for one in self._stopped()), None)
             time.sleep(_LOOK_EVERY_S / 5)
@@ -223,7 +223,7 @@ class DaemonWatch:
                     daemon = psutil.Process(info.process.pid)
                     if found := stopped_process(daemon, "this host", f"Ray's {kind}"):
                         yield found
-                    # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
+                    # A raylet's children are its agents and the workers. WorkerWatch checks the workers.
                     for child in daemon.children():
                         with suppress(psutil.NoSuchProcess):  # a child that ended must not hide its siblings
                             if _AGENT in " ".join(child.cmdline()):

@@ -12,11 +12,13 @@ import ray
 
 from slime_like.checks.packages import visible_device_problem
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.system import heartbeat
 from slime_like.system.disk import open_log
 from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback
 
 _used: list[FileIO] = []
 """This process's log, which stays open: ``open_log`` bounds it as long."""
+HEARTBEATS = "heartbeats"
 _RAYS_LOCALHOST = ("127.0.0.1", "::1")
 
 
@@ -60,6 +62,8 @@ def use_session_directory() -> None:
 def use_log(role: str) -> Path:
     """Redirect the output of this process and its children to ROLE.log, and return the log directory.
 
+    The heartbeat of this process begins next to that directory.
+
     Ray's own files, named after worker ids, keep earlier output. A process that takes over a role writes to ROLE.2.log,
     the next one to ROLE.3.log.
     """
@@ -68,6 +72,7 @@ def use_log(role: str) -> Path:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(file.fileno(), stream.fileno())
+    heartbeat.start(directory.with_name(HEARTBEATS))
     return directory
 
 

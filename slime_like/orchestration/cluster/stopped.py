@@ -5,21 +5,15 @@ debugger traces, is not stopped.
 """
 
 import os
+import re
 import signal
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
-import ray
-from ray._private import state
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-LOOK_EVERY_S = 15.0
 REPORT_AFTER_S = 30.0
 END_AFTER_S = 75.0
 """Seconds since a process was first seen stopped. With one more check on either side, the report comes within 60 s and
@@ -44,6 +38,17 @@ class Stopped:
     process: int
     started: float
     role: str
+
+    @property
+    def kind(self) -> str:
+        """Kind of worker, as messages name it: "trainer", "engine"."""
+        return self.role.partition("-")[0]
+
+    def is_named_in(self, failure: str) -> bool:
+        """Return whether a message is about this worker, or about a rank of its model, which fails with its peers."""
+        kind, _, number = self.role.partition("-")
+        which = re.escape(re.split(r"[.-]", number)[0]) if kind == "engine" else r"\d+"
+        return re.search(rf"\b{re.escape(kind)} (worker |rank )?{which}\b", failure) is not None
 
     def __str__(self) -> str:
         return f"process {self.process} of {self.role} on {self.node}"
@@ -79,17 +84,39 @@ def stopped_process(process: psutil.Process, node: str, role: str | None = None)
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """End of a worker, decided at ``at`` (seconds).
+
+    Attributes:
+        reason: a sentence that names the worker.
+        code: code of the error that it causes.
+    """
+
+    worker: Stopped
+    at: float
+    reason: str
+    code: str = "worker-stopped"
+
+
+def recently_ended(endings: Collection[Ending], now: float, failure: str | None = None) -> Ending | None:
+    """Return the last end shortly before ``now``; with a ``failure``, of a worker that it is about."""
+    recent = [each for each in endings if now - each.at <= _RECENT_S]
+    about = [each for each in recent if failure is None or each.worker.is_named_in(failure)]
+    return max(about, key=lambda each: each.at, default=None)
+
+
 class StopWatch:
     """Record of stopped processes, which decides when to report and to end them.
 
     Attributes:
-        ended: processes to be ended, and when that was decided.
+        ended: processes to be ended.
     """
 
     def __init__(self) -> None:
         self._since: dict[Stopped, float] = {}
         self._reported: set[Stopped] = set()
-        self.ended: dict[Stopped, float] = {}
+        self.ended: dict[Stopped, Ending] = {}
 
     def look(self, found: Collection[Stopped], now: float) -> tuple[list[str], list[Stopped]]:
         """Return sentences to report and processes to end, given the processes found stopped at ``now`` (seconds)."""
@@ -100,7 +127,7 @@ class StopWatch:
             if now - since >= END_AFTER_S:
                 end.append(one)
                 if one not in self.ended:
-                    self.ended[one] = now
+                    self.ended[one] = Ending(one, now, f"{one} had been stopped (SIGSTOP) and was ended")
                     notes.append(f"{one} has been stopped for {now - since:.0f} s, and is ended")
             elif now - since >= REPORT_AFTER_S and one not in self._reported:
                 self._reported.add(one)
@@ -110,67 +137,3 @@ class StopWatch:
                     f"`kill -CONT {one.process}` there resumes it"
                 )
         return notes, end
-
-    def recently_ended(self, now: float) -> str | None:
-        """Return the process that was ended shortly before ``now``, and why."""
-        last = max(self.ended, key=lambda one: self.ended[one], default=None)
-        if last is None or now - self.ended[last] > _RECENT_S:
-            return None
-        return f"{last} had been stopped (SIGSTOP) and was ended"
-
-
-class StoppedWorkers:
-    """Thread that checks the workers of this process's job on all nodes every ``LOOK_EVERY_S`` seconds.
-
-    Args:
-        note: called with a sentence, from that thread.
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self._watch = StopWatch()
-        self._over = threading.Event()
-        self._asked: dict[str, Any] = {}  # answers that were not there in time, by node
-        self._thread = threading.Thread(target=self._run, name="stopped-workers", daemon=True)
-        self._thread.start()
-
-    def close(self, wait: bool) -> str | None:
-        """End the thread and return the worker that was ended shortly before. ``wait`` needs a Ray that can answer."""
-        self._over.set()
-        if wait:
-            self._thread.join(LOOK_EVERY_S)
-        return self._watch.recently_ended(time.monotonic())
-
-    def _run(self) -> None:
-        end: list[Stopped] = []
-        while not self._over.wait(LOOK_EVERY_S):
-            try:
-                found = self._find(end)
-            except Exception as error:  # Ray can raise any class after losing a daemon, which ends the run elsewhere
-                if not self._over.is_set():
-                    self._note(f"stopped workers are no longer looked for ({type(error).__name__}: {error})")
-                return
-            notes, end = self._watch.look(found, time.monotonic())
-            for note in notes:
-                self._note(note)
-
-    def _find(self, end: Sequence[Stopped]) -> list[Stopped]:
-        context = ray.get_runtime_context()
-        here, found = context.get_node_id(), list[Stopped]()
-        nodes: dict[str, tuple[str, list[int]]] = {}  # address and living actors' processes
-        for actor in state.actors(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
-            place = actor["Address"]
-            nodes.setdefault(place["NodeID"], (place["IPAddress"], []))[1].append(actor["Pid"])
-        for node, (address, workers) in nodes.items():
-            if node == here:
-                found += stopped_processes(workers, address, end)
-            elif node not in self._asked:
-                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
-                self._asked[node] = ray.remote(stopped_processes).options(**options).remote(workers, address, end)
-        asked = {reference: node for node, reference in self._asked.items()}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LOOK_EVERY_S) if asked else ([], [])
-        for reference in ready:
-            del self._asked[asked[reference]]
-            found += ray.get(reference)
-        return found

@@ -3,12 +3,12 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ray
 
@@ -35,9 +35,12 @@ from slime_like.orchestration.cluster.node import (
 )
 from slime_like.orchestration.rollout.requests import all_or_none, parts_of, require_routes, routes_per_token, turn_form
 from slime_like.plugins.options import load_option
+from slime_like.system import heartbeat
 from slime_like.system.processes import end_processes
 
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = heartbeat.TICK_EVERY_S
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class EngineNodeOptions:
 class UpdateGate:
     """Gate that is closed during weight updates. Requests wait at it, and their time limits stand still.
 
+    While it is open and the engine has requests, the actor's heartbeat is in the phase "generate".
+
     A failed update leaves it closed: the driver ends the run, or replaces an engine and sends all weights again.
 
     Args:
@@ -62,10 +67,12 @@ class UpdateGate:
         self._left: dict[asyncio.Timeout, float] = {}  # seconds of each running limit; current only while closed
         self._opened = asyncio.Event()
         self._opened.set()
+        self._sampling, self._phase = 0, ExitStack()
 
     def close(self) -> None:
         if self._opened.is_set():
             self._opened.clear()
+            self._phase.close()
             now = asyncio.get_running_loop().time()
             for clock in self._running():
                 self._left[clock] = (clock.when() or now) - now
@@ -74,6 +81,8 @@ class UpdateGate:
     def open(self) -> None:
         if not self._opened.is_set():
             self._opened.set()
+            if self._sampling:
+                self._phase.enter_context(heartbeat.phase("generate"))
             now = asyncio.get_running_loop().time()
             for clock in self._running():
                 clock.reschedule(now + self._left[clock])
@@ -84,6 +93,19 @@ class UpdateGate:
     async def passed(self) -> None:
         """Wait until the gate is open."""
         await self._opened.wait()
+
+    async def sample(self, answer: Awaitable[_Answer]) -> _Answer:
+        """Await a request that the engine has received through the open gate."""
+        self._sampling += 1
+        if self._sampling == 1 and self._opened.is_set():
+            self._phase.enter_context(heartbeat.phase("generate"))
+        try:
+            return await answer
+        finally:
+            heartbeat.beat()
+            self._sampling -= 1
+            if not self._sampling:
+                self._phase.close()
 
     @asynccontextmanager
     async def limit(self, request: str) -> AsyncIterator[None]:
@@ -135,6 +157,7 @@ class EngineActor:
 
     async def start(self) -> None:
         """Start the engine, then the workers of the environment or agent. The caller bounds the wait."""
+        self._ticking = asyncio.create_task(_tick())
         await self._start_parts()
         config, index = self._config, self._index
         if not (config.rollout.environment.name is not None or config.rollout.agent.is_set):
@@ -194,32 +217,38 @@ class EngineActor:
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
         async with self._gate.limit(request.request_id):
             await self._gate.passed()
-            generations = await self._engine.generate(request)
+            generations = await self._gate.sample(self._engine.generate(request))
         if self._routes is not None and request.sampling.training:
             require_routes(generations, request, self._routes, self._config.rollout.engine)
         return generations
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._engine.connect(transport, rendezvous)
+        with heartbeat.phase("connect"):
+            await self._engine.connect(transport, rendezvous)
 
     async def begin_update(self, version: int, *parts: Manifest | None) -> None:
         self._gate.close()
-        await self._engine.begin_update(version, Manifest.joined(parts))
+        with heartbeat.phase("begin_update"):
+            await self._engine.begin_update(version, Manifest.joined(parts))
 
     async def update(self, buckets: Sequence[BucketMetadata], *before: None) -> None:
         for bucket in buckets:
-            await self._engine.update(bucket)
+            with heartbeat.phase("update"):
+                await self._engine.update(bucket)
 
     async def finish_update(self, version: int, *before: None) -> UpdateReceipt:
-        receipt = await self._engine.finish_update(version)
+        with heartbeat.phase("finish_update"):
+            receipt = await self._engine.finish_update(version)
         self._gate.open()
         return receipt
 
     async def sleep(self, keep_weights: bool) -> None:
-        await self._engine.sleep(keep_weights)
+        with heartbeat.phase("sleep"):
+            await self._engine.sleep(keep_weights)
 
     async def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
-        await self._engine.wake(parts)
+        with heartbeat.phase("wake"):
+            await self._engine.wake(parts)
 
     async def profile(self, path: str | None, memory: bool) -> None:
         """Start to trace the engine's ranks, or, with a ``path``, write their traces there."""
@@ -254,11 +283,19 @@ class EngineNodeActor:
         self._engine = self._load(replace(first, number=self._number, address=node_address()))
         await self._engine.start()
         while (await self._engine.health()).alive:
+            heartbeat.tick()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.stop()
+
+
+async def _tick() -> None:
+    """Show that this process's event loop runs."""
+    while True:
+        heartbeat.tick()
+        await asyncio.sleep(heartbeat.TICK_EVERY_S)
 
 
 def _settle(role: str, shared_devices: str) -> Path:

@@ -36,6 +36,7 @@ class EngineInstance:
         serves: whether it has the current weights.
         death: the error that revealed its end.
         calls, tokens: what it has to answer.
+        last_answer: when one of its requests last ended, or could.
     """
 
     index: int
@@ -45,6 +46,7 @@ class EngineInstance:
     death: EngineError | None = None
     calls: set["EngineCall"] = field(default_factory=set)
     tokens: int = 0
+    last_answer: float = field(default_factory=time.monotonic)
 
     @classmethod
     def launch(cls, config: RunConfig, placement: Placement, index: int, shared_devices: Sequence[str] = ()) -> Self:
@@ -95,6 +97,8 @@ class EngineCall:
 
     def assign(self, engine: EngineInstance) -> None:
         self.engine = engine
+        if not engine.calls:
+            engine.last_answer = time.monotonic()
         engine.calls.add(self)
         engine.tokens += self.tokens
 
@@ -103,6 +107,7 @@ class EngineCall:
         if self.engine is not None:
             self.engine.calls.remove(self)
             self.engine.tokens -= self.tokens
+            self.engine.last_answer = time.monotonic()
 
     def send(self, engine: EngineInstance, batch: RequestBatch, thread: LoopThread) -> None:
         try:
@@ -130,7 +135,6 @@ class Dispatcher:
 
     Attributes:
         orders: numbers of requests.
-        last_answer: when a request last ended, or could.
     """
 
     def __init__(self, thread: LoopThread, instances: Sequence[EngineInstance], capacity: int) -> None:
@@ -140,7 +144,6 @@ class Dispatcher:
         self._waiting: list[EngineCall] = []  # in order
         self._next_send: asyncio.TimerHandle | None = None
         self.orders = count()
-        self.last_answer = time.monotonic()
 
     async def serve(self, call: EngineCall) -> EngineInstance:
         """Send a call when there is room, wait until it has ended, and return its engine. Calls that are made together,
@@ -156,7 +159,6 @@ class Dispatcher:
                 ray.cancel(call.reference)
             raise
         finally:
-            self.last_answer = time.monotonic()
             call.release()
             if self._waiting:
                 self._send_in(_TOGETHER_S)
@@ -171,8 +173,6 @@ class Dispatcher:
         """Send requests to engines that have room, in order. Requests to one engine are a batch."""
         self._next_send = None
         batches: dict[EngineInstance, list[EngineCall]] = {}
-        if not any(each.calls for each in self._instances):
-            self.last_answer = time.monotonic()
         while self._waiting and (engine := self.least_loaded()) is not None:
             call = self._waiting.pop(0)
             call.assign(engine)

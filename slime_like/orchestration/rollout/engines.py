@@ -210,7 +210,7 @@ class Engines:
         with self._lock:
             for each in self.instances:
                 each.serves = each.death is None
-        self._dispatcher.last_answer = time.monotonic()  # requests stood still
+                each.last_answer = time.monotonic()  # requests stood still
         self.thread.call_soon(self._dispatcher.send)
 
     def check(self) -> None:
@@ -219,18 +219,17 @@ class Engines:
 
         Raises:
             KeyboardInterrupt: a signal was noted.
-            EngineError: no engine has answered for too long, or the last one died and cannot be replaced.
+            EngineError: an engine has not answered for too long, or the last one died and cannot be replaced.
         """
         raise_if_interrupted()
         self._watch()
         silence_s = self._config.silence_s + 60  # engines bound requests
-        asked = [each for each in self.instances if each.calls]
-        if asked and time.monotonic() - self._dispatcher.last_answer > silence_s:
-            names = ", ".join(each.name for each in asked)
+        latest = time.monotonic() - silence_s
+        if silent := [each for each in self.instances if each.calls and each.last_answer < latest]:
+            names = ", ".join(each.name for each in silent)
             problem = f"{names} gave no answer for {silence_s:.0f} s while generating"
-            if not self.find_dead(error := EngineError(problem, code="engines-silent"), asked):
+            if not self.find_dead(error := EngineError(problem, code="engines-silent"), silent):
                 raise error
-            self._dispatcher.last_answer = time.monotonic()
         if self.serving:
             return
         if not self.dead:

@@ -1,9 +1,13 @@
 """The Ray actor of one trainer rank, whose methods the driver calls."""
 
+import functools
+import inspect
 import os
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -14,14 +18,35 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, load_backend
 from slime_like.orchestration.cluster.node import node_address, require_own_devices, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
+from slime_like.system import heartbeat
 from slime_like.system.gpus import compute_capability
 from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
 from slime_like.system.profiler import profile_process
 
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
+_UNWATCHED = ("address", "device", "sees", "setup", "shutdown")
+"""Methods with bounds of their own. The first start on a machine compiles kernels for minutes."""
 
 
+def _show_phases(kind: type["TrainerRank"]) -> type["TrainerRank"]:
+    """Make every method that the driver calls a phase of the rank's heartbeat."""
+
+    def shown(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with heartbeat.phase(method.__name__):
+                return method(*arguments, **options)
+
+        return call
+
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") and name not in _UNWATCHED:
+            setattr(kind, name, shown(method))
+    return kind
+
+
+@_show_phases
 class TrainerRank(RankExport):
     """One rank of a model: its start and end, and the state of its backend. Plain Python: Ray makes an actor of it.
 
@@ -32,6 +57,7 @@ class TrainerRank(RankExport):
 
     def __init__(self, config: RunConfig, role: str, shared: str = "") -> None:
         use_log(role)
+        heartbeat.tick_in_thread()
         if shared:  # Ray assigns no device to this actor; CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared
         super().__init__(config)

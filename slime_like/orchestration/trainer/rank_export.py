@@ -12,6 +12,7 @@ from slime_like.interfaces import BucketMetadata, Manifest, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.plugins.options import load_option
+from slime_like.system.heartbeat import beat
 from slime_like.weights.fingerprint import Fingerprint
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import COLOCATED, open_sender
@@ -107,6 +108,7 @@ class RankExport(RankTraining):
     def _next(self) -> WeightBucket | None:
         """Return the next bucket; ``None`` for an empty one and at the end."""
         bucket = next(self._buckets, None)
+        beat()
         return bucket if bucket is not None and bucket.tensors else None
 
     def close_transport(self) -> None:

@@ -1,6 +1,7 @@
 """Times at which stopped processes are reported and ended."""
 
-from slime_like.orchestration.cluster.stopped import END_AFTER_S, LOOK_EVERY_S, REPORT_AFTER_S, Stopped, StopWatch
+from slime_like.orchestration.cluster.stopped import END_AFTER_S, REPORT_AFTER_S, Stopped, StopWatch, recently_ended
+from slime_like.orchestration.cluster.worker_watch import LOOK_EVERY_S
 
 _RANK = Stopped("10.0.0.1", 7, 100.0, "trainer-0")
 _SAME_ID_LATER = Stopped("10.0.0.1", 7, 200.0, "trainer-0")
@@ -43,7 +44,9 @@ def test_a_process_that_continues_is_not_ended() -> None:
 
 def test_a_failure_long_after_an_end_has_another_cause() -> None:
     watch = StopWatch()
-    assert watch.recently_ended(0.0) is None
+    assert recently_ended(watch.ended.values(), 0.0) is None
     watch.look([_RANK], 0.0)
     watch.look([_RANK], END_AFTER_S)
-    assert "trainer-0" in str(watch.recently_ended(END_AFTER_S + 20)) and watch.recently_ended(END_AFTER_S + 90) is None
+    ended = recently_ended(watch.ended.values(), END_AFTER_S + 20)
+    assert ended is not None and "trainer-0" in ended.reason
+    assert recently_ended(watch.ended.values(), END_AFTER_S + 90) is None
