@@ -11,7 +11,7 @@ from rollout.requests import StopTexts, check_request
 from rollout.weight_update import AdapterTarget, UpdateTarget, WeightUpdateState, common_checksums, function_of
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.hosting.process import EngineFaults, code_of, one_line
+from slime_like.hosting.faults import EngineFaults, code_of, one_line
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.interfaces.engine_limits import EngineLimits

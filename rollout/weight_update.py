@@ -16,7 +16,7 @@ from torch import Tensor
 from backends.common.hugging_face.files import Adapter
 from slime_like.config import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.hosting.process import code_of, one_line
+from slime_like.hosting.faults import code_of, one_line
 from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry, UpdateReceipt
 from slime_like.interfaces.weights import MODEL
 from slime_like.system.profiler import profile_process

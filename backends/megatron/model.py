@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from backends.common.step.grouped_product import ALIGNMENT
 from backends.megatron.attention import Attention, PackedCoreAttention, attention_of, uses_transformer_engine
 from backends.megatron.families import MegatronFamily, family_of
 from backends.megatron.head import LogprobModel, ScoredLayer
@@ -175,6 +174,8 @@ def _fusions(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool)
 
 def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> bool:
     """Return whether torch has a grouped product for experts of these sizes, with factors of ``rank`` (0: none)."""
+    from backends.common.step.grouped_product import ALIGNMENT  # only models with experts ask
+
     width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
     return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width, rank))
 

@@ -36,7 +36,7 @@ from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
 from rollout.weight_update import AnswerQueue, attempt, function_of, take_factors
 from slime_like.errors import WeightSyncError
-from slime_like.hosting.process import one_line
+from slime_like.hosting.faults import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.models.tokenization import load_tokenizer
 from slime_like.system import heartbeat

@@ -15,7 +15,7 @@ from rollout.vllm.arguments import prepare_environment
 from rollout.weight_update import results
 from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.hosting.process import EngineFaults, one_line
+from slime_like.hosting.faults import EngineFaults, one_line
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.system.heartbeat import beat
 from slime_like.system.processes import end_processes, is_alive, mapped_files, process_ids, start_tracker

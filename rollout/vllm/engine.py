@@ -13,7 +13,7 @@ from rollout.vllm.core import EngineCore
 from rollout.vllm.limits import LIMITS
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.hosting.process import one_line
+from slime_like.hosting.faults import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slime_like.algorithms.advantages import SampleGroups, estimator
-from slime_like.algorithms.critic import gae as packed_gae
 from slime_like.algorithms.promise import CENTRED, CENTRED_PAIRS, NORMALIZED_PAIRS, Promise
+from slime_like.plugins.options import load_option
 
 
 @estimator("group", promise=NORMALIZED_PAIRS)
@@ -236,4 +236,5 @@ def gae(
         lam: trace decay per sampled token.
     """
     every, none = torch.ones_like(rewards, dtype=torch.bool), rewards.new_zeros(len(lengths))
-    return packed_gae(none, values, every, lengths, gamma, lam, token_rewards=rewards)[0]
+    advantages: Tensor = load_option("gae")(none, values, every, lengths, gamma, lam, token_rewards=rewards)[0]
+    return advantages

@@ -1,4 +1,4 @@
-"""A process that serves an engine: its messages and errors, and both ends of its link.
+"""A process that serves an engine: its messages, and both ends of its link.
 
 ``ChildProcess`` is the process as its owner sees it, ``Owner`` the owner as the process sees it. Messages are pickled.
 This is safe because both processes run this package, and nothing else can reach the socket pair: it has no address.
@@ -23,10 +23,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
-
 from slime_like import errors
-from slime_like.errors import LIKELY_KILLER, ConfigError, EngineError, SlimeLikeError
+from slime_like.errors import ConfigError, EngineError, SlimeLikeError
+from slime_like.hosting.faults import one_line
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.system.processes import descendants, end_processes
 
@@ -94,49 +93,6 @@ def portable(error: BaseException) -> SlimeLikeError:
         remedy=error.remedy,
         users_traceback=error.users_traceback,
     )
-
-
-def one_line(error: BaseException) -> str:
-    """Format the error on one line, with its type unless it is from this package, without pydantic's count and URLs."""
-    text = str(error)
-    if isinstance(error, ValidationError):
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        pairs = ((".".join(map(str, detail["loc"])), detail["msg"]) for detail in details)
-        text = "; ".join(f"{place}: {problem}" if place else problem for place, problem in pairs)
-    kind = "" if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{text}".split())[:500]
-
-
-def code_of(error: BaseException, other: str) -> str:
-    """Return the error's code, or ``other`` for errors from outside this package."""
-    return error.code if isinstance(error, SlimeLikeError) else other
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFaults:
-    """Errors of the engine ``name``. Its log is in ``run_dir``."""
-
-    name: str
-    run_dir: Path
-
-    @property
-    def log(self) -> str:
-        return f"its log is in {self.run_dir}/worker_logs"
-
-    def start_timeout(self, timeout_s: float) -> EngineError:
-        problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
-        return EngineError(problem, code="engine-start-timeout")
-
-    def start_failed(self, reason: str, remedy: str = "") -> EngineError:
-        return EngineError(f"{self.name} did not start: {reason}", code="engine-start-failed", remedy=remedy)
-
-    def not_running(self) -> EngineError:
-        return EngineError(f"{self.name} is not running", code="engine-not-running", remedy="call start first")
-
-    def died(self, when: str = "") -> EngineError:
-        """Build the error of a dead process. ``when`` says when it died, if known ("during resume")."""
-        problem, who = (f"{self.name} died {when}", "") if when else ("its process has died", self.name)
-        return EngineError(problem, code="engine-died", who=who, remedy=f"{LIKELY_KILLER}, and {self.log}")
 
 
 class ProcessEnded(Exception):

@@ -23,6 +23,11 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "demonstrations": "slime_like.orchestration.run.stored_sources:Demonstrations",
         "saved-rollouts": "slime_like.orchestration.run.stored_sources:SavedRollouts",
         "save-rollouts": "slime_like.data.dump:save_step",
+        # models with placement: workers
+        "role-queue": f"{_ROLLOUT}.roles:RoleQueue",
+        # algorithm.advantage: gae
+        "gae": "slime_like.algorithms.critic:gae",
+        "value-loss": "slime_like.algorithms.critic:value_loss",
         # data.messages_key
         "conversation-encoder": "slime_like.data.spans:ConversationEncoder",
         # model.lora

@@ -13,7 +13,6 @@ from torch import Tensor
 from backends.common.process.agreement import rank_error
 from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
-from slime_like.algorithms.critic import value_loss
 from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
@@ -22,6 +21,7 @@ from slime_like.algorithms.losses.sums import LossSums, Sums, ValueSums
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.base import Part
 from slime_like.errors import TrainerError
+from slime_like.plugins.options import load_option
 from slime_like.plugins.resolve import naming
 from slime_like.trajectory import PackedTrajectory
 
@@ -135,7 +135,7 @@ class ValueLoss:
     """The critic's loss, in place of a policy's ``Loss``."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._clip = config.critic.value_clip
+        self._loss, self._clip = load_option("value-loss"), config.critic.value_clip
 
     def inputs(self, pack: PackedTrajectory, values: Tensor) -> ValueInputs:
         """Return the inputs of a pack; ``values`` is (R,) for the whole pack, with graph."""
@@ -149,7 +149,8 @@ class ValueLoss:
         return values, pack.values, pack.returns, pack.loss_mask, pack.token_weights
 
     def __call__(self, inputs: ValueInputs) -> tuple[Tensor, ValueSums]:
-        return value_loss(*inputs, self._clip)
+        found: tuple[Tensor, ValueSums] = self._loss(*inputs, self._clip)
+        return found
 
 
 LOSSES_OF_HEADS: Mapping[str, Callable[[RunConfig], Any]] = {

@@ -14,7 +14,7 @@ import ray
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.hosting.process import one_line
+from slime_like.hosting.faults import one_line
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,

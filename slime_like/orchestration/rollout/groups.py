@@ -1,9 +1,12 @@
 """Groups: every prompt group from its issue to its training step, one asyncio task per group."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from slime_like.config import RunConfig
 from slime_like.data.ledger import GENERATED, SCORED, TRAINED, Ledger
@@ -13,9 +16,11 @@ from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.group_table import READY, REWARD, Group, GroupTable
 from slime_like.orchestration.rollout.requests import to_group
-from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+
+if TYPE_CHECKING:
+    from slime_like.orchestration.rollout.roles import RoleQueue
 
 _TOGETHER_S = 0.002
 """Wait for groups whose samples end with the same token. They are rewarded in one call."""

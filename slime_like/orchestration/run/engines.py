@@ -1,9 +1,12 @@
 """Engines of an RL run or an evaluation, and everything that starts with them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import starmap
+from typing import TYPE_CHECKING
 
 from slime_like.checks.engines import version_warning
 from slime_like.config import ModelConfig, RunConfig, SyncConfig
@@ -17,12 +20,14 @@ from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
-from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.batcher import packs_per_request
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.weights.expected_tensors import expected_tensors
+
+if TYPE_CHECKING:
+    from slime_like.orchestration.rollout.roles import RoleQueue
 
 
 def require_servable(engine: str, model: ModelConfig, on_cuda: bool, routes: bool = False) -> None:
@@ -138,7 +143,7 @@ def _role_pools(
         if role.name not in pools:
             trainer = worker.config.trainer
             tokens = trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
-            pools[role.name] = RoleQueue(role.name, tokens, role.max_restarts, role.source)
+            pools[role.name] = load_option("role-queue")(role.name, tokens, role.max_restarts, role.source)
             stack.callback(pools[role.name].close)
         pools[role.name].join(worker)
     return list(pools.values())

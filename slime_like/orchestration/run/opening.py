@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.agents.responses import require_calls
 from slime_like.checks.engines import chosen_transport
@@ -32,7 +32,6 @@ from slime_like.orchestration.rollout.engines import DeviceSwitch
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.requests import stop_tokens, turn_form
-from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import ENCODED_ROWS, RunDirectory
@@ -49,6 +48,9 @@ from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
 from slime_like.system.words import pluralize
+
+if TYPE_CHECKING:
+    from slime_like.orchestration.rollout.roles import RoleQueue
 
 
 @contextmanager

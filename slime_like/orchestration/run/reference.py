@@ -1,16 +1,20 @@
 """The run's reference: refresh from the policy (``reference.update_interval``), handover and resumption."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.config.roles import REFERENCE
-from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import link_tree
+
+if TYPE_CHECKING:
+    from slime_like.orchestration.rollout.roles import RoleQueue
 
 _PARTIAL = ".partial"
 _STEP = "reference_step"
