@@ -137,7 +137,7 @@ def _role_pools(
             setup.result()
             loading.remove(setups[setup])
             on_waiting(loading)
-    pools = dict[str, RoleQueue]()
+    pools: dict[str, RoleQueue] = {}
     for worker in workers:
         role = worker.role
         if role.name not in pools:

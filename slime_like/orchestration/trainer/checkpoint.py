@@ -260,6 +260,7 @@ class CheckpointStore:
         with self._whole_or_removed(final):
             partial = _partial(final)
             self.abandon()  # what is left of a failed save, to which another rank was still writing
+            self._require_room()
             partial.mkdir(parents=True)
             checksums = {}
             for name, write in self.written.items():
@@ -273,6 +274,15 @@ class CheckpointStore:
                 with model.on_devices():
                     model.call(phase, method, partial / model.name)
         return final
+
+    def _require_room(self) -> None:
+        """Raise OSError if there is less room than the last checkpoint takes, besides links. A save in the background
+        that fills the disk would also stop the metrics."""
+        if (last := max(saved_steps(self._root), key=_step, default=None)) is not None:
+            files = (path for path in last.rglob("*") if path.relative_to(last).parts[0] not in self.linked)
+            needed = sum(path.stat().st_size for path in files if path.is_file())
+            if shutil.disk_usage(self._root).free < needed:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed} bytes, the size of {last.name}")
 
     def _commit(self, final: Path) -> None:
         """Give the files their name. Even after a power failure, ``latest`` leads to this checkpoint or the last."""
