@@ -188,7 +188,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         | {"teachers": dict.fromkeys(config.distillation.teachers, str(model))},
         "critic": critic,
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
-        "logging": {"wandb": False, "progress": "plain"},
+        "logging": {"wandb": False, "prometheus_port": None, "progress": "plain"},
+        "health": {"webhook": None, "stop_on": ()},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
         "cluster": {"address": None, "nodes": None},
     }

@@ -137,6 +137,13 @@ def test_a_recipe_without_held_out_rows_stays_without(tiny: Tiny, tmp_path: Path
     assert (small.evaluation.files, small.evaluation.every) == ((), 0)
 
 
+def test_a_rehearsal_calls_nobody_and_opens_no_port(tiny: Tiny, tmp_path: Path) -> None:
+    flags = ["--health.webhook", "http://127.0.0.1:9/", "--health.stop_on", "[disk]"]
+    flags += ["--logging.prometheus_port", "9400"]
+    small = small_recipe(load_config(ROOT / "configs" / "quickstart.yaml", flags), tiny.model, tmp_path / "run", 3)
+    assert (small.health.webhook, small.health.stop_on, small.logging.prometheus_port) == (None, (), None)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_small_recipes_keep_their_method_and_axes(name: str, tiny: Tiny, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
