@@ -3,7 +3,9 @@
     KILLS=120 STOPS=20 KILLS_DIR=runs/kills python -m pytest -s -m acceptance tests/faults/test_kill_campaign.py
 
 ``KILLS`` and ``STOPS`` are numbers of cases, dealt evenly to classes and phases in the order of ``KILLS_SEED``. Each is
-appended to ``KILLS_DIR/ENGINE/cases.jsonl``; the same command continues after those that are there.
+appended to ``KILLS_DIR/ENGINE/cases.jsonl``; the same command continues after those that are there. With
+``KILLS_RESTARTS=1``, the run is started once with ``--restarts -1``, and comes back by itself after each end. Then no
+process is killed during a start.
 """
 
 import json
@@ -25,7 +27,7 @@ import pytest
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
 from slime_like.examples.tiny_model import make_calculator_data, make_tiny_model
-from slime_like.observability.metrics import read_metrics
+from slime_like.observability.metrics import RESTARTS_FILE, read_metrics
 from slime_like.observability.names import LOSS
 from tests.faults.quick import running
 from tests.support.processes import Command
@@ -35,6 +37,8 @@ NOTICED_S = {"SIGKILL": 30.0, "SIGSTOP": 120.0}
 """Bounds on the time from the signal until the message."""
 GIVE_UP_S, DRIVER_RESTS_S, START_S, END_S, LOOK_EVERY_S = 160.0, 45.0, 240.0, 60.0, 0.05
 STEPS_AFTER, FIRST_STEP = 3, "| step time "
+RESTARTS = os.environ.get("KILLS_RESTARTS") == "1"
+RESTART = re.compile(r"^slime-like: restart \d+ in .*$", re.MULTILINE)
 NAMES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
 FIGURES = [f"train_actor_training/{name}" for name in NAMES]
 CALLS = {
@@ -61,7 +65,7 @@ class Victim(NamedTuple):
 
 
 VICTIMS = {
-    "driver": Victim("", r"driver \(process", vital=True),
+    "driver": Victim("run_child", r"driver \(process", vital=True),
     "trainer rank": Victim(">trainer-", r"trainer(-0| rank 0)", vital=True),
     "reference worker": Victim(">reference-", r"reference(-| worker )0"),
     "engine actor": Victim("ray::EngineActor", r"engine(-| )0"),
@@ -81,6 +85,7 @@ class Case:
     """A signal, and its outcome: "ended" with ``code``, "goes on", or "hung".
 
     ``step`` is the last step before the signal, ``seconds`` the time from the signal until the ``sentence`` about it.
+    With restarts, ``back`` says whether the ended run has trained further steps by itself.
     """
 
     number: int
@@ -93,13 +98,15 @@ class Case:
     code: int | None = None
     sentence: str = ""
     faults: list[str] = field(default_factory=list)
+    back: bool | None = None
 
 
 def draw(victims: list[str], counts: dict[str, int], seed: int) -> list[Case]:
     """Return the cases of each signal in random order. Those of a victim pass through all phases."""
     generator, chosen = random.Random(seed), []
     for how, count in counts.items():
-        some, phases = (generator.sample(all_, len(all_)) for all_ in (victims, list(CALLS)))
+        calls = [phase for phase in CALLS if phase != "start" or not RESTARTS]
+        some, phases = (generator.sample(all_, len(all_)) for all_ in (victims, calls))
         turns = (divmod(index, len(some)) for index in range(count))
         chosen += [(some[place], how, phases[(place + turn) % len(phases)]) for turn, place in turns]
     return [Case(number, *case) for number, case in enumerate(generator.sample(chosen, len(chosen)))]
@@ -112,6 +119,7 @@ class Campaign:
         self.root, self.arguments, self.temporary, self.generator = root, arguments, temporary, random.Random(SEED)
         self.command: Command | None = None
         self.before: set[Path] = set()
+        self.heard = 0  # length of the output when the newest start began
 
     def run(self, cases: list[Case]) -> list[Case]:
         """Return the recorded cases and all others, which are tried now; then train the steps after the last one."""
@@ -143,7 +151,7 @@ class Campaign:
         if self.command is None:
             self.before = set(self.temporary.iterdir())
             log = self.root / f"log-{len(list(self.root.glob('log-*')))}"
-            self.command = Command(self.arguments, log, forked=False)
+            self.command, self.heard = Command(self.arguments, log, forked=False), 0
         return self.command
 
     def try_case(self, case: Case) -> None:
@@ -155,7 +163,7 @@ class Campaign:
             process = self.find(case.victim)
             time.sleep(self.generator.uniform(0.0, 3.0))
         else:
-            command.wait_for(FIRST_STEP, START_S)
+            command.wait_for(FIRST_STEP, START_S, command.output[: self.heard].count(FIRST_STEP) + 1)
             process = self.find(case.victim)
             running(command, CALLS[case.phase], timeout_s=60.0)
         case.step, heard = self.steps(), len(command.output)
@@ -165,7 +173,7 @@ class Campaign:
     def find(self, name: str) -> psutil.Process:
         """Wait for a process of the class, and return the first."""
         command, deadline = self.started(), time.monotonic() + START_S
-        while name != "driver":
+        while name != "driver" or RESTARTS:
             assert time.monotonic() < deadline and command.process.poll() is None, command.output
             for process in sorted(command.descendants(), key=lambda each: each.pid):
                 with suppress(psutil.Error, OSError):
@@ -186,6 +194,8 @@ class Campaign:
                 case.sentence, case.seconds = lines[0], after
             if is_driver and stops and after > DRIVER_RESTS_S:
                 process.send_signal(signal.SIGCONT)
+            if restarted := RESTART.search(command.output, heard):
+                return self.come_back(case, restarted[0], after, heard)
             unnoticed = stops and lives and victim.needed and not is_driver and after < NOTICED_S[case.how] + 10
             if not goal and not unnoticed and (lives or not victim.vital):
                 goal = self.steps() + STEPS_AFTER
@@ -210,6 +220,22 @@ class Campaign:
         self.close(case, finished.left_behind)
         if (self.root / "run" / "ledger.sqlite").is_file():
             case.faults += map(str, audit_run(self.root / "run").problems)
+
+    def come_back(self, case: Case, sentence: str, seconds: float, heard: int) -> None:
+        """Wait until the run that has ended has trained ``STEPS_AFTER`` further steps."""
+        command, goal, deadline = self.started(), self.steps() + STEPS_AFTER, time.monotonic() + START_S
+        row = json.loads((self.root / "run" / RESTARTS_FILE).read_text().splitlines()[-1])
+        case.outcome, case.seconds, case.code, case.sentence = "ended", seconds, row["exit_code"], sentence
+        case.faults += ["noticed too late"] * (seconds > NOTICED_S[case.how])
+        self.heard = len(command.output)
+        while self.steps() < goal and time.monotonic() < deadline and command.process.poll() is None:
+            time.sleep(LOOK_EVERY_S)
+        case.back = self.steps() >= goal
+        case.faults += ["did not come back"] * (not case.back)
+        case.faults += ["another process is named"] * (
+            not re.search(VICTIMS[case.victim].named, command.output[heard:])
+        )
+        case.faults += map(str, audit_run(self.root / "run").problems)
 
     def interrupt(self, case: Case) -> None:
         """End the run as Ctrl-C does."""
@@ -246,7 +272,13 @@ def flags(root: Path, model: Path, engine: str, steps: int) -> list[str]:
         "checkpoint.every": 3, "checkpoint.export_hf": "false", "debug.save_rollouts": root / "rollouts",
         "logging.progress": "plain", "logging.tensorboard": "false",
     }  # fmt: skip
-    return ["train", "configs/calculator.yaml", *(part for k, v in settings.items() for part in (f"--{k}", str(v)))]
+    restarts = ["--restarts", "-1"] if RESTARTS else []
+    return [
+        "train",
+        "configs/calculator.yaml",
+        *restarts,
+        *(part for k, v in settings.items() for part in (f"--{k}", str(v))),
+    ]
 
 
 def trained(root: Path) -> dict[int, dict[str, float]]:

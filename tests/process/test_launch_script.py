@@ -5,8 +5,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from slime_like.commands.main import main
 from slime_like.config.reading.load import load_config
+from tests.process.conftest import wait_until
 
 REPO = Path(__file__).parents[2]
 
@@ -184,8 +187,51 @@ def test_the_manifest_fits_its_recipe() -> None:
         plan[plan.index("--cluster.nodes") :]
         == train[train.index("--cluster.nodes") : train.index("--cluster.address")]
     )
-    config = load_config(REPO / train[2], train[3:])
+    assert train[-2:] == ["--restarts", "-1"]
+    config = load_config(REPO / train[2], train[3:-2])
     assert config.cluster.address == "auto" and config.trainer.parallel.world_size == sum(gpus)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "slime-like.service"
+    text = (REPO / "scripts" / unit.name).read_text(encoding="utf-8")
+    unit.write_text(text.replace("/opt/slime-like/.venv/bin/slime-like", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("run", "notice", "code", "requeued"),
+    [
+        ("exit 0", False, 0, False),
+        ("exit 2", False, 2, False),
+        ("exit 130", False, 130, False),
+        ("exec sleep 60", True, 0, True),
+        ("trap 'exit 130' TERM; sleep 60 & wait", True, 0, True),
+        ("trap 'exit 0' TERM; sleep 60 & wait", True, 0, False),  # it was done at that moment
+        ("trap 'exit 1' TERM; sleep 60 & wait", True, 1, False),
+    ],
+)
+def test_a_slurm_job_goes_back_into_the_queue_only_after_a_notice(
+    tmp_path: Path, run: str, notice: bool, code: int, requeued: bool
+) -> None:
+    """The signal reaches only the script, as ``--signal=B:TERM`` says, and the script passes it on to the run."""
+    (tmp_path / "run.sh").write_text(f"touch {tmp_path}/started\n{run}\n")
+    names = {"RUN": f"bash {tmp_path}/run.sh", "REQUEUE": "echo requeue", "SLURM_JOB_ID": "7"}
+    command = ["bash", str(REPO / "scripts" / "run_qwen_32b.sbatch"), "--steps", "3"]
+    with subprocess.Popen(command, env=os.environ | names, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as job:
+        wait_until((tmp_path / "started").exists)
+        if notice:
+            time.sleep(0.1)  # the run has set its trap
+            job.send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=30)
+    assert (job.returncode, output) == (code, "requeue 7\n" if requeued else "")
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="sbatch is not installed")
+def test_slurm_accepts_the_job() -> None:
+    subprocess.run(["sbatch", "--test-only", str(REPO / "scripts" / "run_qwen_32b.sbatch")], check=True, timeout=60)
 
 
 _HASHED = ("constraints.txt", "pyproject.toml", "scripts/environment.sh")
