@@ -51,15 +51,23 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
         names = expand_node_list(given.slurm_nodes) if given.slurm_nodes else []
     except ValueError as error:
         raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
-    options, config = _sized(_options(given, names, tuple(flags)), given.gpus_per_node)
+    plain = _options(given, names, tuple(flags))
+    options, config = _sized(plain, given.gpus_per_node)
+    fallbacks = []
+    for layout in config.cluster.fallback_layouts:
+        if layout.nodes >= options.nodes:
+            problem = f"cluster.fallback_layouts: nodes={layout.nodes} is not below --nodes={options.nodes}; lower it"
+            raise ConfigError(problem, code="fallback-layout")
+        smaller = replace(plain, nodes=layout.nodes, node_rank=0, flags=(*flags, *layout.flags))
+        fallbacks.append(_sized(smaller, given.gpus_per_node))
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0
     if given.restarts and not is_restarted():
-        return _restarting(given, options, config)
+        return _restarting(given, options, [config, *(smaller for _, smaller in fallbacks)])
     from slime_like.launch.nodes import launch
 
-    verdict = launch(options, config)
+    verdict = launch(options, config, fallbacks)
     if verdict.sentence and options.nodes > 1:  # on a single node, the command has printed it
         print(f"slime-like: {verdict.sentence}", file=sys.stderr)
     if verdict.code == FAILED:
@@ -67,12 +75,14 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     return verdict.code
 
 
-def _restarting(given: argparse.Namespace, options: LaunchOptions, config: RunConfig) -> int:
+def _restarting(given: argparse.Namespace, options: LaunchOptions, layouts: Sequence[RunConfig]) -> int:
     """Run this command as a child, as often as needed. If node 0 gives up, the others learn it from its exit note."""
     from slime_like.checks import training_needs
     from slime_like.checks.check import require_valid
 
-    require_valid(config, training_needs(config) - {"code"})  # the child imports the code, and torch
+    for config in layouts:
+        require_valid(config, training_needs(config) - {"code"})  # the child imports the code, and torch
+    config = layouts[0]
     first = given.argv if "--" in given.argv else [*given.argv, "--"]
     place = first.index("--")
     again = [*first[:place], "--no_plan", *first[place:]]  # the first start has planned

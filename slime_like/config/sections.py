@@ -324,6 +324,21 @@ class ProfileConfig(Section):
 GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
 
 
+class FallbackLayout(Section):
+    """A smaller layout, in which `slime-like launch` starts if nodes stay away."""
+
+    nodes: int = Field(ge=1, description="Nodes that it needs.")
+    parallel: dict[str, int] = Field(default_factory=dict, description="Sizes in `trainer.parallel` that change.")
+    num_engines: int | None = Field(None, ge=1, description="`rollout.num_engines`; none: as without the fallback.")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The layout's changes, as flags."""
+        engines = {} if self.num_engines is None else {"rollout.num_engines": self.num_engines}
+        sizes = {f"trainer.parallel.{axis}": size for axis, size in self.parallel.items()} | engines
+        return tuple(part for name, size in sizes.items() for part in (f"--{name}", str(size)))
+
+
 class ClusterConfig(Section):
     """The Ray cluster."""
 
@@ -336,6 +351,8 @@ class ClusterConfig(Section):
     allow_idle_gpus: bool = Field(False, description="Accept GPUs of `nodes` that nothing uses.")
     hang_timeout_s: float = Field(300.0, ge=90)
     """Time without progress after which a worker is ended; at least ten times its usual longest wait for progress."""
+    fallback_layouts: tuple[FallbackLayout, ...] = ()
+    """Smaller layouts for `slime-like launch`, largest first, if nodes do not come within `--nodes_timeout_s`."""
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
     host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")

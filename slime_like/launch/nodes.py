@@ -6,7 +6,7 @@ Every other node finds node 0, compares itself with it, joins its Ray, and stays
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -52,8 +52,13 @@ _DISTRIBUTIONS = (
 )
 
 
-def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
+Layout = tuple[LaunchOptions, RunConfig]
+
+
+def launch(options: LaunchOptions, config: RunConfig, fallbacks: Sequence[Layout] = ()) -> RunVerdict:
     """Take part in a run on ``options.nodes`` nodes until it has ended on all of them.
+
+    ``fallbacks``: smaller layouts, the first of which that fits is used if some nodes do not come.
 
     Raises:
         SlimeLikeError: a failure before Ray connected this node. The other nodes find the reason in its exit note.
@@ -66,7 +71,8 @@ def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
         return verdict
     notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
     try:
-        return lead(options, config, notes) if options.node_rank == 0 else follow(options, config, notes)
+        role = lead if options.node_rank == 0 else follow
+        return role(options, config, notes, fallbacks)
     except NodeEndedError as ended:
         return ended.verdict
     except RefusedError:
@@ -80,21 +86,23 @@ def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
         return RunVerdict(INTERRUPTED, f"interrupted on {here}")
 
 
-def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerdict:
+def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes, fallbacks: Sequence[Layout] = ()) -> RunVerdict:
     """Lead the run to its end on all nodes.
 
     Raises ``SlimeLikeError`` if Ray's head did not start. The other nodes need an exit note.
     """
-    require_valid(config)
+    for layout in (config, *(smaller for _, smaller in fallbacks)):
+        require_valid(layout)
     place = find_place(0, options.head, options.address)
     token = create_token(options.token_path(config.run_dir))
     _require_free(place.address, options.port)
     environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-    verdict = _name_place(place, run_plan(options, config.run_dir, environment))
-    if verdict.code:
-        notes.leave(verdict)
-        return verdict
-    slots = slots_per_node(pieces_of(config), config.trainer.parallel.tensor, options.nodes)
+    for planned in (options, *(smaller for smaller, _ in fallbacks)):
+        verdict = _name_place(place, run_plan(planned, config.run_dir, environment))
+        if verdict.code:
+            notes.leave(verdict)
+            return verdict
+    slots = _slots((options, config), *fallbacks)
     parameters = node_parameters(slots, config.cluster.object_store_mb, place, None, options.port)
     with RayNode(parameters, environment, options.ray_timeout_s) as node:
         node.wait_ready()
@@ -104,7 +112,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerd
         members = _Members(place, options.nodes, gcs, node)
         try:
             gcs.put_new("agreement", {"head": str(place), "nodes": options.nodes, "facts": facts(config)})
-            members.wait_for_all(options.nodes_timeout_s, notes)
+            options = members.choose_layout(options, [smaller for smaller, _ in fallbacks], notes)
             arguments = train_arguments(options, address)
             verdict = _name_place(place, run_command(arguments, environment, options.stop_s, members.require_alive))
             if verdict.code:
@@ -118,6 +126,12 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerd
         if not members.dismiss(verdict):
             notes.leave(verdict)
     return verdict
+
+
+def _slots(*layouts: Layout) -> int:
+    """Return the CPU slots that every node offers: enough for each layout."""
+    sizes = ((pieces_of(config), config.trainer.parallel.tensor, options.nodes) for options, config in layouts)
+    return max(slots_per_node(*size) for size in sizes)
 
 
 def _require_free(address: str, port: int) -> None:
@@ -143,6 +157,25 @@ class _Members:
         self._node = node
         self._during = "start"
         self._checked_at = 0.0
+
+    def choose_layout(
+        self, options: LaunchOptions, fallbacks: Sequence[LaunchOptions], notes: ExitNotes
+    ) -> LaunchOptions:
+        """Wait for all nodes, and return the options of the layout to train in: the first that fits those that came.
+
+        Raises ``LaunchError`` like ``wait_for_all`` if none fits.
+        """
+        try:
+            self.wait_for_all(options.nodes_timeout_s, notes)
+        except LaunchError as error:
+            there = options.nodes - len(self._missing)
+            smaller = next((one for one in fallbacks if one.nodes <= there), None)
+            if error.code != "node-missing" or smaller is None:
+                raise
+            self._during = "slime-like train"
+            self._place.report(f"{error.problem}; training on {smaller.nodes} nodes (cluster.fallback_layouts)")
+            return smaller
+        return options
 
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
         """Wait for all nodes to join. Raise ``LaunchError`` if a node ends before that, or does not join in time."""
@@ -198,7 +231,7 @@ class _Members:
         return False
 
 
-def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerdict:
+def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes, fallbacks: Sequence[Layout] = ()) -> RunVerdict:
     """Take part until node 0 publishes the verdict, or is lost.
 
     Raises:
@@ -215,10 +248,11 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVe
     place.report(f"reported to node 0 at {where} from {place.address} ({place.interface})")
     with ExitStack() as stack:  # Ray stays here until node 0 has ended training in good order
         try:
-            require_valid(config)  # every node checks: paths may exist on one and not on another
+            for layout in (config, *(smaller for _, smaller in fallbacks)):
+                require_valid(layout)  # every node checks: paths may exist on one and not on another
             require_equal(facts(config), agreement["head"], agreement["facts"])
             environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-            slots = slots_per_node(pieces_of(config), config.trainer.parallel.tensor, options.nodes)
+            slots = _slots((options, config), *fallbacks)
             parameters = node_parameters(slots, config.cluster.object_store_mb, place, where, options.port)
             node = stack.enter_context(RayNode(parameters, environment, options.ray_timeout_s))
             node.wait_ready(head.require_runs)

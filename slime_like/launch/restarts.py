@@ -110,6 +110,7 @@ class Restarts:
             own = _checkpoints(self.run_dir) - foreign
             resumes_from = newest_step(self.run_dir) if own else 0
             death = Death((_last_trained(self.run_dir, offset) or resumes_from) + 1, cause["code"], cause["sentence"])
+            deaths = {step: each for step, each in deaths.items() if step >= death.step}  # it has passed the others
             fruitless = 0 if _checkpoints(self.run_dir) - before else fruitless + 1
             if end := self._reason_to_end(death, deaths.get(death.step), number, fruitless):
                 self._say(end)

@@ -39,6 +39,7 @@ class Node(threading.Thread):
 
     def __init__(self, config: RunConfig, rank: int, port: int, **fields: object) -> None:
         super().__init__(daemon=True)
+        self._fallbacks = fields.pop("fallbacks", ())
         given = {"nodes": 3, "head": HOST, "address": f"127.0.0.{rank + 2}", "plan": False, **fields}
         self._options = LaunchOptions(config=None, flags=(), node_rank=rank, port=port, **given)  # type: ignore[arg-type]
         self._config = config
@@ -49,7 +50,7 @@ class Node(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.verdict = launch(self._options, self._config)
+            self.verdict = launch(self._options, self._config, self._fallbacks)  # type: ignore[arg-type]
         except Exception as error:
             self.error = error
 
@@ -208,6 +209,30 @@ def test_a_node_that_never_comes_is_named_on_the_others(server: GcsServer, confi
     verdict = leader.ended().verdict
     assert verdict is not None and verdict == node.ended().verdict and verdict.code == 1
     assert verdict.sentence.startswith(f"of 3 nodes, node 2 did not come to {leader.place} within 1 s; start the same ")
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((2, 1), 2), ((1,), 1), ((), None)])
+def test_the_first_layout_that_fits_the_nodes_that_came_is_used(
+    server: GcsServer, config: RunConfig, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], chosen: int | None
+) -> None:
+    """Of three nodes, one stays away. It still finds the note of node 0 if it comes after the end."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(nodes, "run_command", lambda arguments, *_: ran.append(arguments) or RunVerdict(0))
+    publish(server, config)
+    node = begin(server, config)
+    wait_until(lambda: 1 in server.nodes)
+    fallbacks = [
+        (LaunchOptions(None, ("--cluster.nodes", str(size)), size, 0, HOST, plan=False), config) for size in sizes
+    ]
+    leader = begin(server, config, 0, nodes_timeout_s=1.0, fallbacks=fallbacks)
+    verdict = leader.ended().verdict
+    assert verdict == node.ended().verdict and verdict is not None
+    if chosen is None:
+        assert (verdict.fault, ran) == ("node-missing", [])
+    else:
+        assert verdict == RunVerdict(0)
+        assert [arguments[:3] for arguments in ran] == [["train", "--cluster.nodes", str(chosen)]]
+    assert (launch_directory(config.run_dir) / "ended-0.json").exists()
 
 
 def test_a_node_with_another_key_ends_the_run(server: GcsServer, config: RunConfig, tmp_path: Path) -> None:

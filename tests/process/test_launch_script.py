@@ -208,9 +208,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         ("exit 2", False, 2, False),
         ("exit 130", False, 130, False),
         ("exec sleep 60", True, 0, True),
-        ("trap 'exit 130' TERM; sleep 60 & wait", True, 0, True),
-        ("trap 'exit 0' TERM; sleep 60 & wait", True, 0, False),  # it was done at that moment
-        ("trap 'exit 1' TERM; sleep 60 & wait", True, 1, False),
+        ("trap 'kill $!; exit 130' TERM; sleep 60 & wait", True, 0, True),
+        ("trap 'kill $!; exit 0' TERM; sleep 60 & wait", True, 0, False),  # it was done at that moment
+        ("trap 'kill $!; exit 1' TERM; sleep 60 & wait", True, 1, False),
     ],
 )
 def test_a_slurm_job_goes_back_into_the_queue_only_after_a_notice(

@@ -134,6 +134,8 @@ def test_a_step_that_fails_twice_without_a_machine_ends_the_run(
     assert capfd.readouterr().err.splitlines()[-1] == f"slime-like: {sentence}"
     again = [{**fault("ray-died"), "rows": [2], "saves": [1]}] * 5
     assert run(*again, DONE)[0] == 0
+    passes = {**KILL, "rows": [2, 3], "saves": [1]}
+    assert run(fault(rows=[1, 2], saves=[1]), passes, fault(rows=[2], saves=[1]), DONE)[0] == 0
 
 
 def test_three_starts_without_a_new_checkpoint_end_the_run(run: Run) -> None:
