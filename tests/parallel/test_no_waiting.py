@@ -2,8 +2,9 @@
 
 Both backends score, then train in two windows on a device that cannot be read (``strict``), with every attention that
 exists on a CPU, every kind of layers, low-rank factors and an exact teacher. The objective has all of its per-sequence
-terms. Tensor-parallel ranks and pipeline stages exchange activations without waiting. The lines where Megatron waits to
-exchange experts' tokens are listed one by one.
+terms. Tensor-parallel ranks and pipeline stages exchange activations without waiting, and weights are exported without
+waiting. The lines where Megatron waits to exchange experts' tokens are listed one by one, and those that read a step's
+losses and norm.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from slime_like.trajectory import PackedTrajectory
 from tests.parallel.cases import PACKS, TAIL
 from tests.parallel.feature_cases import force_routes, save_teacher
 from tests.parallel.ranks import run_each, run_ranks
-from tests.parallel.steps import running
+from tests.parallel.steps import as_critic, running
 from tests.parallel.strict import StrictDevice, WaitsForDevice
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
 
@@ -66,6 +67,9 @@ def _packs(config: RunConfig) -> list[PackedTrajectory]:
     scored = scored_sequences([lengths for pack in PACKS for lengths in pack], fully_masked=(7,))
     if config.algorithm.routing_replay == "rollout":
         force_routes(scored, ModelDimensions.from_checkpoint(config.model.path))
+    if config.algorithm.needs_critic:
+        for one in scored:
+            one.values, one.returns = torch.randn(2, one.response_len)
     if config.distillation.is_set:
         for one in scored:
             one.teacher_hidden = torch.randn(one.response_len, WIDTH)
@@ -178,6 +182,57 @@ def test_factors_and_an_exact_teacher_are_not_waited_for(qwen3: Path, tmp_path: 
     tasks = [(RunConfig(**{**dict(config), **section}),) for config in plain for section in sections]
     for ((count, _),) in run_each(_windows, 1, tmp_path / "ranks", tasks):
         assert count > 1000
+
+
+# ----------------------------------------------------------------------------------------------- a step and its export
+READS = {
+    "megatron": {
+        # The norm of each list of tensors, unless Transformer Engine or APEX is installed, and the whole one.
+        'utils.py: l2_cuda = torch.tensor([float(l2_reduced)], dtype=torch.float, device="cuda")',
+        "clip_grads.py: total_norm = total_norm.item() ** (1.0 / norm_type)",
+    },
+    "fsdp": {"optimizer.py: return float(total.sqrt())"},
+}
+LOSSES = "objective.py: for rank, micro_batch in enumerate(everyone.tolist()):"
+
+
+def _whole_step(placement: RankPlacement, config: RunConfig) -> int:
+    """Train, update and export, and check where the host waits. Return how many operations ran on the strict device."""
+    packs, reads = _packs(config), READS[config.trainer.backend] | {LOSSES}
+    placement = as_critic(placement) if config.algorithm.needs_critic else placement
+    with running(placement, config) as trainer, strict_windows(frozenset(reads)) as device:
+        trainer.score(packs)
+        trainer.begin_step(6.0, 60)
+        trainer.accumulate(packs, last=True)
+        assert not device.allowed
+        trainer.finish_step(6.0)
+        assert set(device.allowed) == reads and device.allowed[LOSSES] == 1
+        device.allowed.clear()
+        exported = sum(len(bucket.tensors) for bucket in trainer.export_weights().buckets)
+        assert not device.allowed and (exported > 30 or placement.rank > 0)
+    return device.watched
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        (1, [("megatron", {}), ("fsdp", {})]),
+        pytest.param(
+            2, [("megatron", {"data": 2}), ("megatron", {"tensor": 2}), ("fsdp", {"data": 2})],
+            marks=pytest.mark.acceptance,
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_waits_for_its_losses_and_norm(
+    world_size: int, layouts: list[tuple[str, dict[str, int]]], qwen3: Path, tmp_path: Path
+) -> None:
+    """Of the policy, and of a critic with a head of values."""
+    policies = [_config(qwen3, tmp_path, backend, layout) for backend, layout in layouts]
+    values = {"loss": "ppo_clip", "advantage": "gae", "kl": {"coef": 0.0}, "entropy_coef": 0.0, "off_policy_mask": None}
+    critics = [_config(qwen3, tmp_path, backend, layout, **values).for_critic() for backend, layout in layouts]
+    tasks = [(config,) for config in (*policies, *critics)]
+    for counts in run_each(_whole_step, world_size, tmp_path / "ranks", tasks):
+        assert min(counts) > 1000
 
 
 # -------------------------------------------------------------------------------------------- experts, ranks and stages

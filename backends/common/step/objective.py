@@ -91,8 +91,10 @@ class StepSums:
 
 def require_finite_losses(step: StepSums, device: torch.device) -> None:
     """Raise on every rank if any rank has a loss that is not finite. The error names the first such rank."""
-    bad = (~torch.isfinite(torch.stack(step.losses))).nonzero().flatten().tolist() if step.losses else []
-    mine = torch.tensor(bad[:1] or [-1], dtype=torch.int64, device=device)
+    mine = torch.full((1,), -1, dtype=torch.int64, device=device)
+    if step.losses:
+        bad = ~torch.isfinite(torch.stack(step.losses))
+        mine = torch.where(bad.any(), bad.int().argmax(), mine)
     everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(everyone, mine)
     for rank, micro_batch in enumerate(everyone.tolist()):
