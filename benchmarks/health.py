@@ -54,7 +54,7 @@ CASES = {
             "health.idle_trainers": 80,
         },
     ),
-    "growing learning rate": Case(frozenset({"entropy_cliff", "no_gradient"}), 60, settings=_GROWING),
+    "growing learning rate": Case(frozenset({"entropy_cliff", "truncated", "no_gradient"}), 60, settings=_GROWING),
     "cold babble": Case(frozenset({"repeated_text", "truncated"}), 12, settings=_COLD, untrained=True),
 }
 

@@ -26,7 +26,7 @@ class HealthConfig(Section):
     """Percent of a step in which engines have nothing to sample, with `rollout.max_staleness` above 0."""
     failed_samples: float | None = Field(0.1, gt=0, le=1, description="Fraction of responses that failed or aborted.")
     engine_gap: float | None = Field(2.0, gt=1, description="Factor between the perplexities of trainer and engine.")
-    entropy_cliff: float | None = Field(10.0, gt=1, description="Factor between the entropy and its median.")
+    entropy_cliff: float | None = Field(4.0, gt=1, description="Factor between the entropy and its median.")
     length_cliff: float | None = Field(3.0, gt=1, description="Factor between the mean length and its median.")
     truncated: float | None = Field(0.5, gt=0, le=1, description="Fraction of responses at a token limit.")
     no_gradient: int | None = Field(5, ge=1, le=MOST_STEPS, description="Steps in a row in which every advantage is 0.")

@@ -139,16 +139,29 @@ def _in_a_row(is_bad: Callable[[float], bool], values: Values) -> float:
     return sum(1 for _ in takewhile(is_bad, reversed(values)))
 
 
+def _before(values: Values) -> float:
+    return median(values[-_BEFORE - _NOW : -_NOW])
+
+
+def _now(values: Values) -> float:
+    return median(values[-_NOW:])
+
+
 def _factor(least: float, values: Values) -> float:
     """Return the factor, at least 1, of a change up or down. Smaller values count as ``least``."""
-    low, high = sorted(max(least, median(each)) for each in (values[-_BEFORE - _NOW : -_NOW], values[-_NOW:]))
+    low, high = sorted((max(least, _before(values)), max(least, _now(values))))
     return high / low
+
+
+def _entropy_cliff(entropy: Values, reward: Values) -> float:
+    """Return the factor of a change, or 1 if the entropy fell and the reward rose: the policy has learned."""
+    has_learned = _now(entropy) < _before(entropy) and _now(reward) > _before(reward)
+    return 1.0 if has_learned else _factor(0.02, entropy)
 
 
 def _slowness(phase: Values, step: Values) -> float:
     """Return a phase's seconds over its seconds before, or over a fifth of the step before if that is more."""
-    usual = max(median(phase[-_BEFORE - _NOW : -_NOW]), 0.2 * median(step[-_BEFORE - _NOW : -_NOW]))
-    return names.ratio(median(phase[-_NOW:]), usual)
+    return names.ratio(_now(phase), max(_before(phase), 0.2 * _before(step)))
 
 
 def _since_best(rewards: Values) -> float:
@@ -178,7 +191,7 @@ RULES = (
     Rule("engine_gap", (names.PERPLEXITY, names.ENGINE_PERPLEXITY), _engine_gap,
          "trainer and engine differ by a factor of {value} per token: the engine computes other logprobs, or has old "
          "weights; see weights/probe_gap and rollout/staleness_max, and run slime-like explain-gap", 5),
-    Rule("entropy_cliff", (names.ENTROPY,), partial(_factor, 0.02),
+    Rule("entropy_cliff", (names.ENTROPY, names.REWARD), _entropy_cliff,
          f"the entropy changed by a factor of {{value}}: the policy collapses or breaks; {_READ}, and lower the "
          "learning rate", needs=_LEAST + _NOW),
     Rule("length_cliff", (names.LENGTH,), partial(_factor, 1.0),

@@ -59,6 +59,11 @@ def value(name: str, constant: float) -> Fault:
     return lambda _: {name: constant}
 
 
+def collapse(row: Row, factor: float) -> Row:
+    return {"train_actor_training/entropy": row["train_actor_training/entropy"] * factor,
+            "ref_actor_rewards/total_reward_mean": 0.0}  # fmt: skip
+
+
 FAULTS: list[tuple[str, str, int, Fault]] = [
     # rule, severity, steps from the first faulty one to the alarm, fault
     ("slow_phase", "warning", 2, times("phases/train (s)", 12)),
@@ -69,7 +74,7 @@ FAULTS: list[tuple[str, str, int, Fault]] = [
     ("failed_samples", "alarm", 1, value("rollout/aborted_fraction", 0.5)),
     ("engine_gap", "warning", 1, value("train_actor_training/engine_perplexity", 0.6)),
     ("engine_gap", "alarm", 1, value("train_actor_training/engine_perplexity", 20)),
-    ("entropy_cliff", "warning", 2, times("train_actor_training/entropy", 0.01)),
+    ("entropy_cliff", "warning", 2, lambda row: collapse(row, 0.1)),
     ("entropy_cliff", "warning", 2, times("train_actor_training/entropy", 20)),
     ("length_cliff", "warning", 2, times("rollout/response_length_mean", 0.1)),
     ("length_cliff", "warning", 2, times("rollout/response_length_mean", 6)),
@@ -112,6 +117,15 @@ def test_every_threshold_has_a_rule_a_fault_and_a_row_in_the_documentation() -> 
     section = page.partition("## Alarms\n")[2].partition("\n## ")[0]
     described = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
     assert {rule.name for rule in RULES} == thresholds == {rule for rule, *_ in FAULTS} == described
+
+
+def test_an_entropy_that_falls_while_the_reward_rises_is_no_cliff() -> None:
+    """Such as that of configs/calculator.yaml, whose reward rises from 0.4 to 0.9 in twelve steps."""
+    names = ("train_actor_training/entropy", "ref_actor_rewards/total_reward_mean")
+    flat, learned = ({step: dict(zip(names, (1.0, 0.4) if step < 20 else end, strict=True)) for step in range(1, 40)}
+                     for end in ((0.05, 0.4), (0.05, 0.9)))  # fmt: skip
+    assert [(alarm.step, alarm.value) for alarm in alarms_of(flat)][:1] == [(21, 20.0)]
+    assert alarms_of(learned) == []
 
 
 def test_a_rule_is_raised_again_only_after_it_was_cleared() -> None:
