@@ -48,9 +48,10 @@ def train(config: RunConfig) -> TrainSummary:
                     run.reference.refresh(step)
                     run.source.sync(version=step)
             run.source.advance(step, trained.trajectories)
-            alarms = recorder.record(step, trained, clock.finish())
+            alarms = recorder.record(step, trained, clock.finish(f"step {step}"))
             if capsules is not None:
                 capsules.record(step, trained, any(alarm.severity != "cleared" for alarm in alarms))
             milestones.after(step)
-            clock.finish()  # records and milestones belong to no step
+            run.write_timeline(step)
+            clock.finish("records and milestones")  # they belong to no step
         return milestones.finish(wall_s=time.monotonic() - started)

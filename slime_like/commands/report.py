@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.audit:
         return _audit(arguments.run_dir)
+    if arguments.trace is not None:
+        from slime_like.observability.report.trace import write_trace
+
+        path, dropped = write_trace(arguments.run_dir, arguments.trace or None)
+        print(f"trace: {path}, for https://ui.perfetto.dev" + (f"; {dropped} spans were dropped" if dropped else ""))
+        return 0
     from slime_like.observability.report.data import read_run
     from slime_like.observability.report.report import print_summary, write_page
     from slime_like.system.console import Console
@@ -65,6 +71,7 @@ REPORT = Command(
     (
         option("run_dir", type=parse_path, metavar="RUN_DIR", help="directory of the run, which may still be running"),
         option("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)"),
+        option("--trace", type=Path, nargs="?", const=False, metavar="FILE", help="only write the trace for Perfetto"),
         option("--audit", action="store_true", help="only check the ledger: issued = trained + dropped + in flight"),
     ),
     takes_flags=False,

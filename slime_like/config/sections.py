@@ -280,6 +280,7 @@ class LoggingConfig(Section):
     )
     progress: Literal["auto", "live", "plain", "off"] = "auto"
     """Progress display; auto: live on a terminal, else plain lines."""
+    timeline: bool = Field(True, description="Record what every process did when, for `slime-like report --trace`.")
 
 
 class DebugConfig(Section):

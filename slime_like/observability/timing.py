@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from slime_like.system.spans import add_span
 from slime_like.system.words import pluralize
+
+_TRACK = "driver/steps"
 
 PHASES = ("wait", "generate", "reward", "score", "critic", "train", "sync")
 ORCHESTRATION = "orchestration"
@@ -33,15 +36,18 @@ class PhaseClock:
         try:
             yield
         finally:
-            self._spent_ns[name] += self._now_ns() - started
+            ended = self._now_ns()
+            self._spent_ns[name] += ended - started
+            add_span(_TRACK, name, started, ended)
             self._open = None
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, name: str = "step") -> dict[str, float]:
         """Return the seconds of every phase and of ``ORCHESTRATION`` since the start, or since the last ``finish``.
 
-        They add up to the step's time. The clock restarts.
+        They add up to the step's time, a span ``name`` of the timeline. The clock restarts.
         """
         now, spent = self._now_ns(), self._spent_ns
+        add_span(_TRACK, name, self._started_ns, now)
         spent[ORCHESTRATION] = now - self._started_ns - sum(spent.values())
         self._restart(now)
         return {name: ns / 1e9 for name, ns in spent.items()}

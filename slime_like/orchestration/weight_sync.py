@@ -16,6 +16,7 @@ from slime_like.orchestration.rollout.engines import DeviceSwitch, Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
+from slime_like.system.spans import span
 from slime_like.system.words import pluralize
 from slime_like.weights.transport import is_base_lost
 from slime_like.weights.transports.registry import join_buckets, join_rendezvous, use_delta
@@ -137,7 +138,8 @@ class WeightSync:
         self._version = version
         if self._verifies and self._probe.trial_due:
             self._sync_perturbed(version)
-        return self._run(version)
+        with span("weight sync/updates", f"version {version}", version=version):
+            return self._run(version)
 
     def _sync_perturbed(self, version: int) -> None:
         """Sync a perturbed adapter, then restore the real one, which the caller syncs next.

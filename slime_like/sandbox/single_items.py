@@ -13,6 +13,7 @@ from slime_like.config.rollout import AgentConfig, EnvironmentConfig
 from slime_like.errors import AgentFailure, EnvironmentFailure
 from slime_like.interfaces.user_code import AgentResult, AgentTask, Step, Task
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
+from slime_like.system.spans import span
 
 _SUSPICIOUS_ITEMS = 8
 """Number of first items that must not all fail."""
@@ -69,7 +70,8 @@ class SingleItems(WorkerPool):
             NoOutcome: this item failed.
             SlimeLikeError: the kind's error: all first items failed, or workers no longer start.
         """
-        answer = await self.ask(item)
+        with span(self._kind.section.rpartition(".")[2], self.items[:-1]):
+            answer = await self.ask(item)
         assert answer is not None
         exhausted = self._budget.exhausted("reason" not in answer)
         if "reason" not in answer:

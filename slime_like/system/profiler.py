@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from slime_like.system.spans import span
+
 _MOST_EVENTS = 200_000
 """Allocations kept for the snapshot of CUDA's memory."""
 
@@ -44,12 +46,12 @@ class Profiler:
 
 @contextlib.contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Name a phase in traces of torch's profiler, and for NVIDIA's Nsight."""
+    """Name a phase in traces of torch's profiler, for NVIDIA's Nsight, and in the run's timeline."""
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.nvtx.range_push(name)
     try:
-        with record_function(name):
+        with record_function(name), span("phases", name):
             yield
     finally:
         if on_cuda:

@@ -19,12 +19,15 @@ import torch
 from slime_like.checks.run_files import FINGERPRINT
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.models.weight_files import fingerprint
+from slime_like.observability.report.trace import write_trace
+from slime_like.observability.timing import PHASES
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from tests.conftest import Tiny
-from tests.end_to_end.test_train import steps_of
+from tests.end_to_end.test_train import metrics_of, steps_of
 from tests.support.other_user import OtherUser, Round, Targets
 from tests.support.processes import Command
 from tests.support.shared_cluster import train_together
+from tests.support.traces import tracks_of
 
 STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
@@ -143,6 +146,30 @@ def _targets(command: Command, run_dir: Path) -> Targets:
     memory = [str(path) for path in Path("/dev/shm").glob("slime-*") if path.name.split(".")[1] in makers]
     session = (run_dir / "worker_logs").readlink().parent
     return Targets(str(run_dir), str(session), listening, [process.pid for process in processes], memory)
+
+
+def test_the_timeline_has_every_start_and_the_seconds_of_the_metrics(resumed: tuple[Path, list[Round]]) -> None:
+    """Steps after the checkpoint were made again by a later start."""
+    run_dir = resumed[0] / "run"
+    tracks = tracks_of(write_trace(run_dir, resumed[0] / "trace.json.gz")[0])
+    rows = [row for row in metrics_of(run_dir) if "phases/train (s)" in row]
+    spans, made = tracks["driver", "steps"], list[tuple[int, int]]()
+    for step in (each for each in spans if each["name"].startswith("step ")):
+        number, end = int(step["name"].partition(" ")[2]), step["ts"] + step["dur"]
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for phase in (each for each in spans if each is not step and step["ts"] <= each["ts"] < end):
+            seconds[phase["name"]] += phase["dur"] / 1e6
+        same = [row for row in rows if row["step"] == number]
+        known = [{phase: row[f"phases/{phase} (s)"] for phase in PHASES} for row in same]
+        assert pytest.approx(seconds, abs=1e-5) in known
+        made.append((step["args"]["start"], number))
+    assert [number for start, number in made if start == 3] == [5, 6, 7, 8]
+    assert {number for start, number in made if start == 1} >= {1, 2, 3}
+    assert sum(each["name"] == "accumulate" for each in tracks["trainer rank 0", "phases"]) >= STEPS
+    requests = [each for (process, _), own in tracks.items() if process == "engine 0" for each in own]
+    assert all(each["args"]["tokens"] > 0 and each["args"]["versions"][0] < STEPS for each in requests)
+    assert len(tracks["weight sync", "updates"]) >= STEPS + 2 and tracks["rewards", "scoring"]
+    assert tracks["reference worker 0", "scoring"]
 
 
 def test_killed_twice_and_resumed_equals_uninterrupted(

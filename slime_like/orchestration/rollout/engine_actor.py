@@ -37,6 +37,7 @@ from slime_like.orchestration.rollout.requests import all_or_none, parts_of, req
 from slime_like.plugins.options import load_option
 from slime_like.system import heartbeat
 from slime_like.system.processes import end_processes
+from slime_like.system.spans import Spans, take_spans
 
 _LOOK_EVERY_S = heartbeat.TICK_EVERY_S
 
@@ -257,6 +258,9 @@ class EngineActor:
             problem = f"rollout.engine={self._config.rollout.engine} has no method profile"
             raise EngineError(problem, code="engine-not-profiled", remedy="set profile.engines to []")
         await profile(path, memory)
+
+    async def take_spans(self) -> Spans:
+        return take_spans()
 
     async def health(self) -> EngineHealth:
         return await self._engine.health()

@@ -21,6 +21,7 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import fetch
 from slime_like.orchestration.rollout.engine_actor import EngineActor, EngineNodeOptions
 from slime_like.system.loop_thread import LoopThread
+from slime_like.system.spans import add_span
 
 _HEALTH_TIMEOUT_S = 15.0
 _THREADS = "OMP_NUM_THREADS"
@@ -80,6 +81,7 @@ class EngineCall:
         ended: set when it is answered, or its engine is dead.
         engine: engine that has it; ``None`` while it waits for one with room.
         reference, answer: Ray's reference to the answer, and the answer.
+        sent_ns: when it was sent.
     """
 
     request: GenerationRequest
@@ -88,6 +90,7 @@ class EngineCall:
     engine: EngineInstance | None = None
     reference: Any = None
     answer: Future[list[Generation]] = field(default_factory=Future)
+    sent_ns: int = 0
 
     @property
     def tokens(self) -> int:
@@ -110,6 +113,7 @@ class EngineCall:
             self.engine.last_answer = time.monotonic()
 
     def send(self, engine: EngineInstance, batch: RequestBatch, thread: LoopThread) -> None:
+        self.sent_ns = time.perf_counter_ns()
         try:
             self.reference = engine.actor.generate.remote(replace(self.request, batch=batch))
             self.answer = self.reference.future()
@@ -123,7 +127,13 @@ class EngineCall:
             raise engine.death or EngineError("the engine was lost", code="engine-died", who=engine.name)
         if self.reference is not None and self.answer.exception() is not None:
             fetch(self.reference, engine.name, phase="generating", error=EngineError)
-        return self.answer.result()
+        found = self.answer.result()
+        versions = [int(version) for each in found for version in each.weight_versions[[0, -1]] if len(each.token_ids)]
+        details = {"versions": [min(versions), max(versions)]} if versions else {}
+        tokens = sum(len(each.token_ids) for each in found)
+        name, ended_ns = self.request.request_id, time.perf_counter_ns()
+        add_span(f"engine {engine.index}/requests", name, self.sent_ns, ended_ns, tokens=tokens, **details)
+        return found
 
 
 class Dispatcher:

@@ -28,6 +28,7 @@ from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.system.budget import HourlyBudget
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.loop_thread import LoopThread
+from slime_like.system.spans import Spans
 from slime_like.weights.transports.registry import for_engine
 
 _IMPORTS_S = 120.0
@@ -123,26 +124,32 @@ class Engines:
 
     def sleep(self, keep_weights: bool) -> None:
         """Make living engines release device memory. Parts that are already asleep stay asleep."""
-        self._ask_living("sleep", keep_weights, "making room for the trainers")
+        self._ask_living("sleep", "making room for the trainers", keep_weights)
 
     def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
         """Make living engines reclaim these parts of the device memory."""
-        self._ask_living("wake", parts, "coming back to the device")
+        self._ask_living("wake", "coming back to the device", parts)
 
-    def _ask_living(self, method: str, argument: Any, phase: str) -> None:
-        """Call every engine that is not known to be dead, and record deaths that this reveals.
+    def take_spans(self) -> dict[str, Spans]:
+        """Return what living engines recorded of environments and agents since the last call, by process."""
+        return {f"engine {each.index}": spans for each, spans in self._ask_living("take_spans", "reporting spans")}
+
+    def _ask_living(self, method: str, phase: str, *arguments: Any) -> list[tuple[EngineInstance, Any]]:
+        """Call every engine that is not known to be dead, and record deaths that this reveals. Return the answers.
 
         Raises:
             EngineError: a living engine failed, or a dead one may not be replaced.
         """
         living = [each for each in self.instances if each.death is None]
-        asked = [self.ask(method, argument, phase=phase, instances=[each]) for each in living]
+        asked = [self.ask(method, *arguments, phase=phase, instances=[each]) for each in living]
+        found = []
         for each, answers in zip(living, asked, strict=True):
             try:
-                answers.result()
+                found.append((each, answers.result()[0]))
             except EngineError as error:
                 if not self.find_dead(error, [each]):
                     raise
+        return found
 
     def profile(self, settings: ProfileConfig, directory: Path | None) -> None:
         """Start to trace the chosen engines, or, with a directory, write their traces there."""

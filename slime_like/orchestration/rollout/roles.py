@@ -15,6 +15,8 @@ from slime_like.observability.names import scoring_metrics
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.system.budget import HourlyBudget
+from slime_like.system.spans import span
+from slime_like.system.words import pluralize
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +160,8 @@ class RoleQueue:
             if weights is not None:
                 worker.use(weights)
         started = time.perf_counter()
-        scores = {row.sequence_id: found for row, found in zip(rows, worker.score(rows), strict=True)}
+        with span(f"{worker.name}/scoring", pluralize(len(rows), "row")):
+            scores = {row.sequence_id: found for row, found in zip(rows, worker.score(rows), strict=True)}
         busy_s = time.perf_counter() - started
         with self._changed:
             self._work.append((busy_s, sum(row.response_len for row in rows), sum(row.total_len for row in rows)))

@@ -18,6 +18,7 @@ from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.thinking import without_opening
 from slime_like.system.budget import HourlyBudget
+from slime_like.system.spans import span
 from slime_like.system.words import pluralize
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
@@ -105,7 +106,8 @@ class Scorer:
             for rollout, response in zip(rollouts, responses, strict=True)
             for prompt, row in [prompts[rollout.group_id]]
         ]
-        outcomes = iter(self._pool.score(items, [rollout.group_id for rollout in rollouts]))
+        with span("rewards/scoring", pluralize(len(items), "response")):
+            outcomes = iter(self._pool.score(items, [rollout.group_id for rollout in rollouts]))
         return [self._with_environment(outcomes, rollout.last.conversation) for rollout in every]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:

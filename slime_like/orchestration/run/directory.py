@@ -19,6 +19,7 @@ from slime_like.models.weight_files import fingerprint
 from slime_like.observability.health import EVENTS_FILE
 from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
 from slime_like.observability.progress import DRIVER_LOG
+from slime_like.observability.timeline import TIMELINE_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.run.reference import REFERENCE
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, newest_whole
@@ -35,7 +36,7 @@ ENCODED_ROWS = "encoded_rows"
 """Name of the default for ``data.cache_dir``."""
 
 _WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
-_WRITTEN += ("checkpoints", "tables", "tensorboard", EVENTS_FILE, "capsules")
+_WRITTEN += (TIMELINE_FILE, "checkpoints", "tables", "tensorboard", EVENTS_FILE, "capsules")
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
 _READ: tuple[str, ...] = (

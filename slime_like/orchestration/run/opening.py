@@ -24,6 +24,7 @@ from slime_like.models.tokenization import load_tokenizer
 from slime_like.models.weight_files import WeightFilesError, header_shapes, is_router_bias
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
+from slime_like.observability.timeline import Timeline
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
@@ -202,6 +203,9 @@ class _Base:
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
+        timeline = Timeline(config.run_dir, finished) if config.logging.timeline else None
+        if timeline is not None:
+            stack.callback(timeline.close)
         log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))
         progress = stack.enter_context(Progress(config.logging.progress, config.steps, log=log))
         why = ", since it has no complete checkpoint" if config.resume == "auto" else ""
@@ -224,7 +228,7 @@ class _Base:
         trained = [model for model in models.values() if model.role.trained]
         keep, every = config.checkpoint.keep, config.checkpoint.keep_every
         checkpoints = CheckpointStore(config.run_dir, keep, trained, progress.note, resumed, every)
-        return _Placed(self, metrics, progress, placement, cluster.run_name, models, trained, checkpoints)
+        return _Placed(self, metrics, progress, timeline, placement, cluster.run_name, models, trained, checkpoints)
 
 
 def _models_on_ranks(config: RunConfig, placement: Placement, pad_id: int) -> dict[str, ModelRanks]:
@@ -248,6 +252,7 @@ class _Placed:
     base: _Base
     metrics: MetricLogger
     progress: Progress
+    timeline: Timeline | None
     placement: Placement
     run_name: str
     models: dict[str, ModelRanks]
@@ -285,6 +290,7 @@ class _Placed:
             checkpoints=self.checkpoints,
             metrics=self.metrics,
             progress=self.progress,
+            timeline=self.timeline,
         )
         if (checkpoint := base.checkpoint) is not None:
             self.checkpoints.newest = checkpoint

@@ -13,6 +13,7 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.observability import names
 from slime_like.observability.metrics import PROFILES, MetricLogger
 from slime_like.observability.progress import Progress
+from slime_like.observability.timeline import Timeline
 from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.engines import DeviceSwitch
@@ -24,6 +25,7 @@ from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointSt
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
+from slime_like.system.spans import Spans
 from slime_like.trajectory import ScoredTrajectory
 
 _READY_GROUPS = "queues/train_replay_buffer_size"
@@ -91,6 +93,10 @@ class Source:
 
     def profile(self, directory: Path | None) -> None:
         """Start to trace the configured engines, or, with a directory, write their traces there."""
+
+    def take_spans(self) -> dict[str, Spans]:
+        """Return what the processes of the source have recorded for the timeline, by process."""
+        return {}
 
     def figures(self, step_s: float) -> SourceFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
@@ -167,6 +173,10 @@ class SampledGroups(Source):
     def profile(self, directory: Path | None) -> None:
         self._groups.engines.profile(self._groups.config.profile, directory)
 
+    def take_spans(self) -> dict[str, Spans]:
+        rollout = self._groups.config.rollout
+        return self._groups.engines.take_spans() if rollout.agent.is_set or rollout.environment.name else {}
+
     def figures(self, step_s: float) -> SourceFigures:
         table = self._groups.table
         ready = len(table.at(READY))
@@ -221,6 +231,7 @@ class Run:
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress
+    timeline: Timeline | None = None
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:
@@ -232,6 +243,18 @@ class Run:
         self._profile(None)
         yield
         self._profile(self.config.run_dir / PROFILES / f"step-{step}")
+
+    def write_timeline(self, step: int) -> None:
+        """Write what all processes have recorded since the last call."""
+
+        def take() -> dict[str, Spans]:
+            trained = [model for model in self.models.values() if model.role.trained]
+            asked = [(model.names, model.call("reporting spans", TrainerRank.take_spans)) for model in trained]
+            ranks = {name: spans for names, each in asked for name, spans in zip(names, each, strict=True)}
+            return ranks | self.source.take_spans()
+
+        if self.timeline is not None:
+            self.timeline.write(step, take)
 
     def _profile(self, directory: Path | None) -> None:
         settings = self.config.profile

@@ -23,6 +23,7 @@ from slime_like.system.gpus import compute_capability
 from slime_like.system.interrupts import polls
 from slime_like.system.network import is_free
 from slime_like.system.profiler import profile_process
+from slime_like.system.spans import Spans, take_spans
 
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
 _UNWATCHED = ("address", "device", "sees", "setup", "shutdown")
@@ -148,6 +149,9 @@ class TrainerRank(RankExport):
         if torch.cuda.is_available():
             peak["gpu"] = torch.cuda.max_memory_allocated()
         return peak
+
+    def take_spans(self) -> Spans:
+        return take_spans()
 
     def profile(self, path: str | None, memory: bool) -> None:
         profile_process(path, memory)
