@@ -170,7 +170,8 @@ class Sides:
     def sync_problem(self) -> str | None:
         """Send the weights to the engines as the run does. Return why a verified sync fails, or ``None``."""
         config, engines = self._config, self._started()
-        probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, ())
+        rounds = config.trainer.fp8 != "none"
+        probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, (), rounds)
         probe.trial_due = False
         transport = chosen_transport(config, self._placement.device == "GPU", self._placement.num_nodes)
         settings, policy = config.sync.model_copy(update={"verify": True}), self._trainers

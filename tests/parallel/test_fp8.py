@@ -19,17 +19,19 @@ from backends.megatron import model as construction
 from backends.megatron.attention import machine_problems
 from backends.megatron.head import ScoredLayer
 from backends.megatron.model import transformer_config
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from tests.parallel import tiny
+from tests.parallel.cases import parity_config
 from tests.parallel.checks import sent
 from tests.parallel.feature_cases import FEATURES
 from tests.parallel.layouts import Settings
-from tests.parallel.ranks import run_by_size
-from tests.parallel.steps import RankResult, scored_packs, train_rank
+from tests.parallel.ranks import run_by_size, run_each
+from tests.parallel.steps import RankResult, exported_from, running, same_bits, scored_packs, take_step, train_rank
 from tests.parallel.taken import planned_config
 from tests.parallel.test_transformer_engine import IS_REAL, _install
-from tests.parallel.tiny import save_checkpoint
+from tests.parallel.tiny import save_checkpoint, scored_sequences
 from tests.unit.backends.models import PUBLISHED
 
 Recipe = Literal["current", "blockwise"]
@@ -241,3 +243,28 @@ def _gaps(found: list[RankResult], expected: list[RankResult]) -> tuple[float, f
     last = {name: pair for name, pair in off.items() if ".layers.1." in name}
     relative = [torch.stack(list(each.values())).norm(dim=0).tolist() for each in (last, off)]
     return float(max(logprobs)), *(gap / norm for gap, norm in relative)
+
+
+def _updated(placement: RankPlacement, config: RunConfig, packs: Any, save: Path | None, load: Path | None) -> Any:
+    """Return the weights after two updates with a save between them, or after loading that save and the second one."""
+    _install()
+    changes = {"fp8": "current", "attention": "transformer_engine"}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+    with running(placement, config) as trainer:
+        if load is not None:
+            trainer.load(load)
+        if save is not None:
+            take_step(trainer, packs, 6.0, last=True)
+            trainer.save(save)
+        take_step(trainer, packs, 6.0, last=True)
+        return exported_from(trainer)
+
+
+@pytest.mark.skipif(not IS_REAL, reason="for scripts/test_te.sh")
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    model = save_checkpoint("qwen3", tmp_path / "model", layers=2)
+    config, packs = parity_config(model, tmp_path, {}), [pack_sequences(scored_sequences([(5, 9), (11, 2)]))]
+    saved = tmp_path / "saved"
+    tasks = [(config, packs, saved, None), (config, packs, None, saved)]
+    (expected,), (found,) = run_each(_updated, 1, tmp_path / "ranks", tasks)
+    same_bits(found, expected)
