@@ -70,7 +70,7 @@ def raised(run_dir: Path) -> dict[str, str]:
 
 def run(out: Path, name: str, case: Case) -> tuple[object, ...]:
     """Train and return a row of the table."""
-    base, run_dir = out / case.recipe, out / name.replace(" ", "-")
+    base, run_dir = out / case.recipe, out / "runs" / name.replace(" ", "-")
     data = base / "model" / "data" / ("calculator" if case.recipe == "calculator" else "")
     settings = {
         "run_dir": run_dir,
