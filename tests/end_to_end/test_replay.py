@@ -27,7 +27,7 @@ RUNS = {
     "lora": "--steps 1 --model.lora.rank 4 --trainer.optimizer.lr 0.01 --debug.capsule [1]",
     "critic": "--steps 2 --checkpoint.every 1 --algorithm.advantage gae --algorithm.kl_reward.coef 0.02 "
     "--algorithm.minibatches 2 --debug.capsule [2]",
-    "stream": "--steps 2 --checkpoint.every 1 --rollout.stream true --debug.capsule [2]",
+    "stream": "--steps 2 --checkpoint.every 1 --rollout.stream true --algorithm.minibatches 1 --debug.capsule [2]",
     "fsdp": "--steps 2 --checkpoint.every 1 --trainer.backend fsdp --trainer.parallel.data 2 --debug.capsule [2]",
 }
 SFT = "--steps 5 --checkpoint.every 3 --debug.capsule [5]"
@@ -45,7 +45,6 @@ LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp, one rank": ("fsdp", 2, (f"{PARALLEL}.data", "1")),
     "sft, pipeline": ("sft", 5, (f"{PARALLEL}.pipeline", "2")),
 }
-EXACT = ("async, same",)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +69,8 @@ def test_capsules_are_replayed_within_rounding_under_other_layouts(runs: Path, t
     found = {name: json.loads((tmp_path / name).read_text())["lines"] for name, code in codes.items() if code < 2}
     wrong = {name: [line for line in lines if line["wrong"]] for name, lines in found.items()}
     assert codes == dict.fromkeys(LAYOUTS, 0), {name: lines for name, lines in wrong.items() if lines}
-    for name, lines in found.items():
-        assert all(line["largest"] == 0 for line in lines) == (name in EXACT), name
+    largest = {name: max(line["largest"] for line in lines) for name, lines in found.items()}
+    assert largest["async, same"] == 0 < largest["async, tensor"] and largest["critic, data"] > 0
     kinds = {name: {line["quantity"] for line in lines} for name, lines in found.items()}
     assert {"critic weights", "critic figures", "values", "returns"} <= kinds["critic, data"]
     assert {"given advantages", "old_logprobs"}.isdisjoint(kinds["sft, pipeline"])
