@@ -32,11 +32,11 @@ NEVER = (DONE, REFUSED, INTERRUPTED, OUTPUT_CLOSED)
 """Exit codes after which a run is not started again."""
 
 MACHINE = frozenset({
-    KILLED, "worker-died", "worker-stopped", "node-out-of-memory", "no-answer", "node-lost", "node-missing",
-    "head-silent", "ray-died", "ray-ended", "ray-not-started", "cluster-silent", "devices-busy", "too-few-devices",
-    "port-taken", "no-rendezvous", "engine-died", "engine-part-ended", "engine-not-running", "engine-start-timeout",
-    "engine-timeout", "engines-silent", "disconnected", "receiver-lost", "sender-lost", "shared-memory-full",
-    "disk-refused", "write-refused", "directory-refuses", "directory-refused", "ledger-locked",
+    KILLED, "worker-died", "worker-stopped", "worker-hung", "node-out-of-memory", "no-answer", "node-lost",
+    "node-missing", "head-silent", "ray-died", "ray-ended", "ray-not-started", "cluster-silent", "devices-busy",
+    "too-few-devices", "port-taken", "no-rendezvous", "engine-died", "engine-part-ended", "engine-not-running",
+    "engine-start-timeout", "engine-timeout", "engines-silent", "disconnected", "receiver-lost", "sender-lost",
+    "shared-memory-full", "disk-refused", "write-refused", "directory-refuses", "directory-refused", "ledger-locked",
 })  # fmt: skip
 """Codes of causes that a machine or a network has. All others are in the code or the data, and happen again."""
 
