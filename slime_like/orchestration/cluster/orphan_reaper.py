@@ -143,8 +143,12 @@ def remove_stale(parent: Path, logs: Path) -> None:
     dead and no process has locked it (``SharedSegment``), even one with other process ids, in a container.
     """
     old = [private for private in parent.glob("slime-*") if sessions(private) and _is_old(private)]
+    used = set[str]()
+    for process in writers_below(old, 0) if old else ():
+        with suppress(psutil.NoSuchProcess):
+            used.update(file.path for file in process.open_files())
     for private in old:
-        if not writers_below([private], 0):
+        if not any(path.startswith(f"{private.resolve()}/") for path in used):
             for session in sessions(private):
                 put_away(session, logs)
             remove_private(private)
