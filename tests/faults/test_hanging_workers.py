@@ -73,3 +73,29 @@ def test_a_rank_that_hangs_in_user_code_is_found_behind_its_peers(tiny: Tiny, tm
     assert HANG_TIMEOUT_S <= ended <= HANG_TIMEOUT_S + LOOK_S + 2 * SLACK_S
     said = one_sentence(finished)
     assert "of trainer-1 on 127.0.0.1 has made no progress in" in said and "trainer-0" not in said
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(
+    ("engine", "core"), [("vllm", ("VLLM::EngineCore", "multiprocessing.spawn")), ("sglang", ("sglang::scheduler",))]
+)
+def test_an_engine_whose_core_is_frozen_is_replaced(
+    tiny: Tiny, tmp_path: Path, engine: str, core: tuple[str, ...]
+) -> None:
+    """Its actor runs and answers, but no token comes."""
+    run_dir = tmp_path / "run"
+    bound = ["--cluster.hang_timeout_s", str(HANG_TIMEOUT_S)]
+    with Command(
+        quick(tiny, run_dir, "--rollout.engine", engine, "--steps", "1000", *bound), tmp_path / "log"
+    ) as command:
+        command.wait_for_rows(run_dir, count=5)
+        with frozen(command.named(*core), f"slime-like-{os.getpid()}-core"):
+            since = time.monotonic()
+            reported = _seconds_until(command, "of engine-0 on 127.0.0.1 has made no progress in", since)
+            ended = _seconds_until(command, "and is ended", since)
+            command.wait_for(f"engine 0 ({engine}) was restarted", timeout_s=120)
+            command.wait_for_rows(run_dir, count=(run_dir / "metrics.jsonl").read_text().count("\n") + 2)
+        finished = command.finish(timeout_s=0)
+    assert "(in state D: " in finished.stderr
+    assert 60 <= reported <= REPORTED_S + 2 * SLACK_S
+    assert HANG_TIMEOUT_S <= ended <= HANG_TIMEOUT_S + LOOK_S + 2 * SLACK_S

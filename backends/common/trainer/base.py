@@ -46,6 +46,7 @@ from slime_like.interfaces import (
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.options import load_option
 from slime_like.statistics import StepStats
+from slime_like.system.heartbeat import beat
 from slime_like.system.profiler import named_range
 from slime_like.trajectory import PackedTrajectory
 
@@ -244,6 +245,7 @@ class TrainerBase(TrainerBackend):
 
     def finish_step(self, denominator: float) -> StepStats | None:
         self._step.require_denominator(denominator)
+        beat()  # a rank that waits here for others is ahead of them
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
             self.finalize_gradients(denominator)
