@@ -146,8 +146,12 @@ class FailureCounter:
             self._reject(answers[-1], f"failed on all responses to {in_a_row} {what} in a row, {where}")
 
     def _reject(self, answer: Mapping[str, Any], what: str) -> None:
-        """Raise ``RewardError``, unless functions that have answered before have an outage, which may pass."""
-        if self._has_answered and self._outages.use():
+        """Raise ``RewardError``, unless functions that have answered before have an outage, which may pass.
+
+        An exception of a function that is not a service is a bug.
+        """
+        is_outage = answer["reason"] != "error" or answer.get("function") in SERVICES
+        if is_outage and self._has_answered and self._outages.use():
             self._failed.clear()
             return
         name, reason = answer.get("function"), answer["reason"]
