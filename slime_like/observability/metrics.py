@@ -19,6 +19,7 @@ from slime_like.plugins.options import load_option
 from slime_like.system.disk import refusal
 
 METRICS_FILE, RESTARTS_FILE, REPORT_FILE, PROFILES = "metrics.jsonl", "restarts.jsonl", "report.html", "profiles"
+TIMELINE_FILE = "timeline.jsonl"
 WANDB_ID = "wandb_id"
 
 

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from slime_like.observability.metrics import open_for_append, write_lines
+from slime_like.observability.metrics import TIMELINE_FILE, open_for_append, write_lines
 from slime_like.system.spans import Spans, add_span, take_spans
 
-TIMELINE_FILE = "timeline.jsonl"
 EARLIER_FILE = "timeline.earlier.jsonl"
 _MOST_BYTES = 128 * 2**20
 """Size at which the file takes the place of the earlier one, whose spans are lost."""

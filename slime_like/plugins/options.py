@@ -16,6 +16,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "memory-planner": "slime_like.planning.search:fill_memory",
         # debug.capsule: recorded steps
         "capsules": "slime_like.orchestration.run.capsules:Capsules",
+        # logging.timeline
+        "timeline": "slime_like.observability.timeline:Timeline",
         # rollout.agent, rollout.environment
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",

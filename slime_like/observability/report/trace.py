@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import DataError
-from slime_like.observability.metrics import read_lines
-from slime_like.observability.timeline import EARLIER_FILE, TIMELINE_FILE
+from slime_like.observability.metrics import TIMELINE_FILE, read_lines
+from slime_like.observability.timeline import EARLIER_FILE
 
 Span = tuple[int, int, str, dict[str, Any]]
 """Begin and end in nanoseconds of the driver's clock, name, and details."""

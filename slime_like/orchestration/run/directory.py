@@ -17,9 +17,8 @@ from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
 from slime_like.errors import ConfigError, RunFinishedError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.health import EVENTS_FILE
-from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
+from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, TIMELINE_FILE, WANDB_ID
 from slime_like.observability.progress import DRIVER_LOG
-from slime_like.observability.timeline import TIMELINE_FILE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.run.reference import REFERENCE
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, newest_whole

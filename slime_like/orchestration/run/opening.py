@@ -24,7 +24,6 @@ from slime_like.models.tokenization import load_tokenizer
 from slime_like.models.weight_files import WeightFilesError, header_shapes, is_router_bias
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
-from slime_like.observability.timeline import Timeline
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
@@ -51,6 +50,7 @@ from slime_like.system.gpus import local_gpus
 from slime_like.system.words import pluralize
 
 if TYPE_CHECKING:
+    from slime_like.observability.timeline import Timeline
     from slime_like.orchestration.rollout.roles import RoleQueue
 
 
@@ -203,7 +203,7 @@ class _Base:
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
-        timeline = Timeline(config.run_dir, finished) if config.logging.timeline else None
+        timeline = load_option("timeline")(config.run_dir, finished) if config.logging.timeline else None
         if timeline is not None:
             stack.callback(timeline.close)
         log = stack.enter_context((config.run_dir / DRIVER_LOG).open("a", encoding="utf-8"))

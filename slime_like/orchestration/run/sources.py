@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY
@@ -13,7 +13,6 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.observability import names
 from slime_like.observability.metrics import PROFILES, MetricLogger
 from slime_like.observability.progress import Progress
-from slime_like.observability.timeline import Timeline
 from slime_like.observability.timing import PhaseClock
 from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.engines import DeviceSwitch
@@ -27,6 +26,9 @@ from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.system.spans import Spans
 from slime_like.trajectory import ScoredTrajectory
+
+if TYPE_CHECKING:
+    from slime_like.observability.timeline import Timeline
 
 _READY_GROUPS = "queues/train_replay_buffer_size"
 
@@ -231,7 +233,7 @@ class Run:
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress
-    timeline: Timeline | None = None
+    timeline: "Timeline | None" = None
 
     @contextmanager
     def profiling(self, step: int) -> Iterator[None]:

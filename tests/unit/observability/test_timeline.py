@@ -9,6 +9,7 @@ import pytest
 from slime_like.commands.main import main
 from slime_like.errors import DataError
 from slime_like.observability import timeline
+from slime_like.observability.metrics import TIMELINE_FILE
 from slime_like.observability.report.trace import write_trace
 from slime_like.observability.timeline import Timeline
 from slime_like.observability.timing import PhaseClock
@@ -73,7 +74,7 @@ def test_a_later_start_continues_the_file(tmp_path: Path, monkeypatch: pytest.Mo
             run.write(step)
         run.close()
     assert main(["report", str(tmp_path), "--trace"]) == 0 and tracks_of(tmp_path / "trace.json.gz")
-    path = tmp_path / timeline.TIMELINE_FILE
+    path = tmp_path / TIMELINE_FILE
     path.write_text(path.read_text() + '{"step": 4, "pro')  # killed while it wrote
     [own] = tracks_of(write_trace(tmp_path, tmp_path / "there" / "t.json.gz")[0]).values()
     assert (tmp_path / timeline.EARLIER_FILE).is_file()
