@@ -200,7 +200,8 @@ def test_a_changed_number_is_found_and_named(runs: Path, tmp_path: Path) -> None
         assert (first["step"], first["first"].items() >= place.items()) == (step, True), (name, wrong[name])
         assert name == "reward" or first["first"].get("sequence", sequence) == sequence, (name, wrong[name])
         assert first == wrong[name][0] or name == "mask", (name, wrong[name])
-    assert wrong["setting"][0]["first"]["tensor"] == "model.embed_tokens.weight" and wrong["setting"][0]["step"] == 3
+    trained = next(line for line in wrong["setting"] if line["quantity"] == "trainer weights")
+    assert (trained["step"], trained["first"]["tensor"]) == (3, "model.embed_tokens.weight")
     assert (wrong["model"][0]["step"], wrong["model"][0]["first"]["tensor"]) == (0, TENSOR)
 
 
