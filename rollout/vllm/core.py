@@ -167,7 +167,13 @@ class EngineCore:
             logs = arguments.enable_log_requests, not arguments.disable_log_stats
             self._llm = AsyncLLM(config, executor, log_requests=logs[0], log_stats=logs[1])
             processor: Any = self._llm.output_processor  # called with the tokens of every iteration
-            processor.process_outputs = _beating(processor.process_outputs)
+            process = processor.process_outputs
+
+            def process_and_beat(*arguments: Any, **options: Any) -> Any:
+                beat()
+                return process(*arguments, **options)
+
+            processor.process_outputs = process_and_beat
         finally:
             self._built.set()
 
@@ -180,11 +186,3 @@ class EngineCore:
             if built or time.monotonic() > deadline:
                 break
             end_processes(self.process_ids, 0.0)
-
-
-def _beating(process: Callable[..., T]) -> Callable[..., T]:
-    def process_and_beat(*arguments: Any, **options: Any) -> T:
-        beat()
-        return process(*arguments, **options)
-
-    return process_and_beat

@@ -74,15 +74,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """State of a process, as its file tells.
-
-    Attributes:
-        silent_s: seconds since its last tick; 0 before the first.
-        still_s: seconds since it last made progress.
-        count: progress since the phase began.
-        usual_s: median of the longest waits for progress in finished phases of this name; 0 until three have finished.
-        phase: what it is doing; empty if it is idle.
-    """
+    """Seconds since a process's last tick (0 before the first) and progress, the progress since its phase began, the
+    median of the longest waits in finished phases of this name (0 before three), and the phase; empty if idle."""
 
     silent_s: float
     still_s: float

@@ -28,13 +28,8 @@ TIMES_USUAL = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerPulse:
-    """State of a worker, as its node sees it.
-
-    Attributes:
-        pulse: its heartbeat; progress of its children counts.
-        blocked: its processes that cannot run (state D: frozen, or in a system call), by id.
-        cpu_s: processor time of the worker's own process.
-    """
+    """A worker and its heartbeat, in which its children's progress counts; its processes in state D (frozen, or in a
+    system call), and the processor time of its own process."""
 
     worker: Stopped
     pulse: Pulse

@@ -21,12 +21,8 @@ LOOK_EVERY_S = 15.0
 def look_at_workers(
     workers: Collection[int], node: str, stopped: Collection[Stopped], hanging: Collection[Stopped]
 ) -> tuple[list[Stopped], list[WorkerPulse]]:
-    """Return the stopped processes and the pulses of these workers on this node.
-
-    Args:
-        stopped: processes to kill, if they are still stopped.
-        hanging: workers to kill, with their children.
-    """
+    """Return the stopped processes and the pulses of these workers on this node. Kill ``stopped`` processes that are
+    still stopped, and ``hanging`` workers with their children."""
     for worker in hanging:
         if worker.node == node:
             kill_family(worker)

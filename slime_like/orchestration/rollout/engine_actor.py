@@ -39,8 +39,6 @@ from slime_like.system import heartbeat
 from slime_like.system.processes import end_processes
 from slime_like.system.spans import Spans, take_spans
 
-_LOOK_EVERY_S = heartbeat.TICK_EVERY_S
-
 _Answer = TypeVar("_Answer")
 
 
@@ -288,7 +286,7 @@ class EngineNodeActor:
         await self._engine.start()
         while (await self._engine.health()).alive:
             heartbeat.tick()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(heartbeat.TICK_EVERY_S)
 
     async def stop(self) -> None:
         if self._engine is not None:
