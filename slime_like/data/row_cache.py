@@ -17,7 +17,7 @@ import pyarrow
 
 from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow
-from slime_like.errors import DataError
+from slime_like.errors import SlimeLikeError
 from slime_like.interfaces.samples import PromptInput
 from slime_like.models import tokenization
 from slime_like.system.disk import file_digest, refusal
@@ -79,7 +79,7 @@ def write_rows(
 ) -> CachedRows:
     """Write the rows in batches, and return them from disk. The file appears once it is complete.
 
-    ``facts`` is called after the last row. Raises ``DataError`` if the disk refuses.
+    ``facts`` is called after the last row. Raises ``SlimeLikeError`` if the disk refuses.
     """
     partial, rest = directory / f"{key}.{os.getpid()}.partial", iter(rows)
     try:
@@ -92,7 +92,7 @@ def write_rows(
             writer.write_batch(pyarrow.record_batch([[[]], [json.dumps(facts())]], _SCHEMA))
         path = partial.replace(directory / f"{key}.{file_digest(partial)}.arrow")
     except OSError as error:
-        raise DataError(refusal(partial, str(error)), code="disk-refused", who="data.cache_dir") from error
+        raise SlimeLikeError(refusal(partial, str(error)), code="disk-refused", who="data.cache_dir") from error
     finally:
         if partial.exists():
             partial.unlink()

@@ -21,7 +21,7 @@ from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.rows import Row
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import FAILED, ConfigError, DataError, SlimeLikeError, exit_code
 from slime_like.examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer, make_tiny_model
 from slime_like.interfaces.samples import PromptInput
 from slime_like.models.tokenization import load_tokenizer
@@ -627,5 +627,6 @@ def test_a_cache_holds_no_bad_rows(
     (tmp_path / "full").touch()
     monkeypatch.undo()
     monkeypatch.setattr("slime_like.data.prompts._LISTED_ROWS", 3)
-    with rejects(DataError, "disk-refused"):
+    with rejects(SlimeLikeError, "disk-refused") as refused:
         cached(rows, tmp_path / "full")
+    assert exit_code(refused.value) == FAILED  # the data are not to blame, so a start is tried again
