@@ -197,11 +197,16 @@ except KeyboardInterrupt:
 STUBBORN = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
 
+def _with_terminal() -> None:
+    """Undo what ``nohup`` does, in case the tests were started by it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("child", [POLITE, STUBBORN], ids=["polite", "stubborn"])
 def test_a_signal_to_the_parent_ends_the_child_within_a_bound(tmp_path: Path, number: int, child: str) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path / "run"), child]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_with_terminal) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "up\n"
         (process,) = psutil.Process(parent.pid).children()
         parent.send_signal(number)
@@ -253,7 +258,8 @@ def test_a_terminal_that_goes_away_interrupts_like_ctrl_c(tmp_path: Path) -> Non
     """Output that nobody can read any more does not keep the run from cleaning up."""
     master, slave = pty.openpty()
     command = [sys.executable, "-c", HUNG_UP, str(tmp_path / "file")]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+    outputs = {"stdin": slave, "stdout": slave, "stderr": slave}
+    process = subprocess.Popen(command, **outputs, start_new_session=True, preexec_fn=_with_terminal)
     os.close(slave)
     wait_until((tmp_path / "file").exists)
     os.close(master)
