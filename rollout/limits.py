@@ -65,13 +65,11 @@ class ServerLimits(OwnLimits):
 
     Attributes:
         owned: arguments that the adapter sets, whatever the value, with the remedy or the reason.
-        refused: arguments that would break a guarantee, and which. ``rollout.allow_engine_args`` lifts a refusal.
         drafts: arguments that turn speculative decoding on.
         tried: further arguments that ran in training. A note names those that are neither.
     """
 
     owned: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
     drafts: Collection[str] = ()
     tried: str = ""
     spans_nodes: bool = True

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slime_like.checks.layout import divisors, either
 from slime_like.config import RunConfig
+from slime_like.config.rollout import ENGINES
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.resolve import ENGINE_GROUP, installed_names, unknown
@@ -42,7 +43,11 @@ def installation_problems(config: RunConfig) -> Iterator[str]:
 
 
 def argument_problems(config: RunConfig) -> Iterator[str]:
-    return engine_limits(config.rollout.engine).argument_problems(config.rollout, config.rollout.python is None)
+    yield from engine_limits(config.rollout.engine).argument_problems(config.rollout, config.rollout.python is None)
+    refused = {name for engine in (*ENGINES, config.rollout.engine) for name in engine_limits(engine).refused}
+    for name in config.rollout.allow_engine_args:
+        if name not in refused:
+            yield f"rollout.allow_engine_args={name} is refused by no engine; correct the name, or remove it"
 
 
 def temperature_problems(config: RunConfig) -> Iterator[str]:

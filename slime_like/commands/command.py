@@ -96,7 +96,9 @@ def at_least_one(text: str) -> int:
 
 
 def _at_least_minus_one(text: str) -> int:
-    return -1 if text == "-1" else at_least_one(text) if text != "0" else 0
+    if text not in ("-1", "0") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least -1")
+    return int(text)
 
 
 RESTARTS = option(

@@ -1,9 +1,9 @@
 """Limits of engines: arguments, memory, versions. They are known before an engine is imported."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ class EngineLimits:
         max_temperature: highest sampling temperature.
         spans_nodes: an engine may have ranks on several nodes.
         splits_heads: its tensor ranks have equal numbers of attention heads.
+        refused: arguments that would break a guarantee, and which. ``rollout.allow_engine_args`` lifts a refusal.
     """
 
     name: str
@@ -37,6 +38,7 @@ class EngineLimits:
     max_temperature: float = math.inf
     spans_nodes: bool = False
     splits_heads: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def argument_problems(self, rollout: RolloutConfig, is_here: bool) -> Iterator[str]:
         """Yield what is wrong with ``rollout.engine_args`` and the engine's ranks, one sentence per problem.

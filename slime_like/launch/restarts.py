@@ -106,6 +106,7 @@ class Restarts:
             flags = ["--resume", "auto"] if self.resume != "auto" and before - foreign else []
             code, cause = self._start([*((number and self.again) or self.arguments), *flags])
             if code in NEVER:
+                self._write()
                 return code
             own = _checkpoints(self.run_dir) - foreign
             resumes_from = newest_step(self.run_dir) if own else 0
@@ -113,6 +114,7 @@ class Restarts:
             deaths = {step: each for step, each in deaths.items() if step >= death.step}  # it has passed the others
             fruitless = 0 if _checkpoints(self.run_dir) - before else fruitless + 1
             if end := self._reason_to_end(death, deaths.get(death.step), number, fruitless):
+                self._write()
                 self._say(end)
                 self.on_end(end)
                 return code if code > 0 else FAILED
@@ -166,15 +168,18 @@ class Restarts:
             return code, {"code": KILLED, "sentence": f"the process of the run {how_ended(code)}"}
 
     def _record(self, number: int, resumes_from: int, death: Death, code: int, wait_s: float) -> None:
-        """Append a row to the run's file. All rows are written again if the directory has been moved aside."""
         row = {"time": time.time(), "restart": number, "resumed_from": resumes_from, "wait_s": wait_s}
         self._rows.append({**row, "exit_code": code, **asdict(death)})
+        self._write(new=1)
+
+    def _write(self, new: int = 0) -> None:
+        """Append the last ``new`` rows to the run's file, or all rows if the directory has been moved aside."""
         path = self.run_dir / RESTARTS_FILE
-        if self.rank == 0 and self.run_dir.is_dir():
+        if self._rows and self.rank == 0 and self.run_dir.is_dir():
             try:
                 with path.open("a", encoding="utf-8") as file:
-                    new = self._rows if file.tell() == 0 else self._rows[-1:]
-                    file.writelines(json.dumps(row) + "\n" for row in new)
+                    rows = self._rows[len(self._rows) - new :] if file.tell() else self._rows
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
             except OSError as error:  # a full disk must not end the parent, too
                 self._say(f"{path} could not be written ({error.strerror})")
 

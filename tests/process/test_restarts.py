@@ -166,7 +166,7 @@ def test_a_verdict_that_nothing_is_restarted_ends_every_node(run: Run) -> None:
 
 def test_a_directory_that_is_moved_aside_does_not_take_the_record_with_it(run: Run, tmp_path: Path) -> None:
     """A start without a checkpoint begins in a new directory."""
-    _, _, rows = run(KILL, {**KILL, "moves": True}, DONE)
+    _, _, rows = run(KILL, {**KILL, "moves": True}, {**DONE, "moves": True})
     assert [row["restart"] for row in rows] == [1, 2]
     assert len((tmp_path / "run.1" / RESTARTS_FILE).read_text().splitlines()) == 1
 

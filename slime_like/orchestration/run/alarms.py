@@ -10,7 +10,7 @@ from pathlib import Path
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.health import CHECKPOINT_SHARE, EVENTS_FILE, STEPS_KEPT, Alarm, Health
 from slime_like.observability.metrics import METRICS_FILE, current_records, open_for_append, read_lines, write_lines
-from slime_like.observability.names import STEP_TIME
+from slime_like.observability.names import ENGINE_PERPLEXITY, STEP_TIME
 from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.trainer.checkpoint import latest_checkpoint
 from slime_like.plugins.options import load_option
@@ -41,7 +41,10 @@ class RunAlarms:
         Raises ``SlimeLikeError`` if the disk rejects the events.
         """
         self._step = step
-        alarms = self.health.check(step, {**metrics, **self._disk()})
+        seen = {**metrics, **self._disk()}
+        if self._run.config.supervised:  # no engine gave logprobs
+            seen.pop(ENGINE_PERPLEXITY, None)
+        alarms = self.health.check(step, seen)
         for alarm in alarms:
             self._run.progress.note(f"step {step}, {alarm.severity} of health.{alarm.rule}: {alarm.text}")
             self._tell(alarm)

@@ -137,6 +137,7 @@ rollout.engine-args rollout.engine_args.tensor_parallel_size --rollout.engine vl
 rollout.engine-args rollout.engine_args.no_such_argument --rollout.engine vllm --rollout.engine_args.no_such_argument 1
 rollout.engine-args rollout.engine_args.enable_lora --rollout.engine sglang --rollout.engine_args.enable_lora true
 rollout.engine-args rollout.engine_args.kv_cache_dtype --rollout.engine vllm --rollout.engine_args.kv_cache_dtype fp8
+rollout.engine-args rollout.allow_engine_args --rollout.engine vllm --rollout.allow_engine_args kv_cache_dtyp
 rollout.engine-args rollout.engine_args.gpu_memory_utilization --rollout.engine vllm --rollout.engine_args.gpu_memory_utilization much
 rollout.engine-args rollout.engine_args.mem_fraction_static --rollout.engine sglang --rollout.engine_args.mem_fraction_static 1.5
 rollout.engine-args rollout.engine_args.kv_cache_memory_bytes --rollout.engine vllm --rollout.engine_args.kv_cache_memory_bytes 8G

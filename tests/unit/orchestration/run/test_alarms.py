@@ -47,6 +47,12 @@ def test_an_alarm_is_noted_written_and_posted(tmp_path: Path, monkeypatch: pytes
     assert posted == [row, "closed"]
 
 
+def test_demonstrations_have_no_gap_to_an_engine(tmp_path: Path) -> None:
+    metrics = {"train_actor_training/perplexity": 500.0, "train_actor_training/engine_perplexity": 1.0}
+    found = {loss: RunAlarms(a_run(tmp_path, "--algorithm.loss", loss)).check(1, metrics) for loss in ("gspo", "sft")}
+    assert [alarm.rule for alarm in found["gspo"]] == ["engine_gap"] and found["sft"] == []
+
+
 def test_an_error_that_ends_the_run_is_an_alarm(tmp_path: Path) -> None:
     """Not an interrupt, nor the end by a rule, which was told. A disk that is full does not hide the error."""
     (tmp_path / "metrics.jsonl").touch()
