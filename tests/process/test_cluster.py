@@ -32,7 +32,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interru
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "files"))
     monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end, like the signals' handlers
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     handler = InterruptHandler()
     handler.install()
     yield handler
@@ -169,8 +169,8 @@ def test_a_stopped_daemon_interrupts_any_wait(tmp_path: Path, monkeypatch: pytes
 
     The process ignores SIGINT, like one that a script starts in the background. It keeps ignoring others' SIGINT.
     """
-    # Also reset SIGTERM: an earlier test may have left an ``InterruptHandler``.
-    given = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
+    # Also reset the others: an earlier test may have left an ``InterruptHandler``.
+    given = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     usual = {number: signal.signal(number, handler) for number, handler in given.items()}
     monkeypatch.setattr(stopped, "END_AFTER_S", 1.5)
     monkeypatch.setattr(lean_node, "_FAILS_BEFORE_S", 0.0)  # like on a busy machine
