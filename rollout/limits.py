@@ -20,7 +20,7 @@ MERGED = "use model.lora.sync=merged"
 
 
 class Guarantee(StrEnum):
-    """What arguments of vLLM and SGLang may break."""
+    """Guarantees that an argument of vLLM or SGLang could break."""
 
     TYPE = "weights, activations and caches have the type model.dtype, like the trainer's"
     MODEL = "the engine must compute what the trainer computes, from the files of model.path"

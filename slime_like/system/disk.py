@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -119,6 +119,12 @@ def end_of_file(path: Path, nbytes: int) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - nbytes))
         return file.read(nbytes).decode(errors="replace")
+
+
+def bytes_below(directory: Path, but: Container[str] = ()) -> int:
+    """Return the size of all files in a directory, without its entries ``but``."""
+    files = (path for path in directory.rglob("*") if path.relative_to(directory).parts[0] not in but)
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def file_digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Alarms of a run: what its health rules raise is told on the screen, in a file, and to a webhook."""
+"""Alarms of a run's health rules, on the screen, in a file, and as posts to a webhook."""
 
 import shutil
 import time
@@ -14,13 +14,14 @@ from slime_like.observability.names import ENGINE_PERPLEXITY, STEP_TIME
 from slime_like.orchestration.run.sources import Run
 from slime_like.orchestration.trainer.checkpoint import latest_checkpoint
 from slime_like.plugins.options import load_option
+from slime_like.system.disk import bytes_below
 
 FAILED = "failed"
 """Rule of an error that ends the run."""
 
 
 class RunAlarms:
-    """Health of a run, and the places that are told about its alarms.
+    """Health of a run, whose alarms go to the screen, a file and a webhook.
 
     Attributes:
         health: state of the rules.
@@ -73,7 +74,7 @@ class RunAlarms:
             return {}
         latest = latest.resolve()
         if latest != self._sized[0]:
-            self._sized = latest, sum(path.stat().st_size for path in latest.rglob("*") if path.is_file())
+            self._sized = latest, bytes_below(latest)
         return {CHECKPOINT_SHARE: self._sized[1] / max(1, shutil.disk_usage(run_dir).free)}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.system.disk import length_fault, link_tree, refusal, sync, sync_tree
+from slime_like.system.disk import bytes_below, length_fault, link_tree, refusal, sync, sync_tree
 
 TRAINER, STATE = "trainer", "state.json"
 NAME = re.compile(r"step-\d{6,}")
@@ -279,8 +279,7 @@ class CheckpointStore:
         """Raise OSError if there is less room than the last checkpoint takes, besides links. A save in the background
         that fills the disk would also stop the metrics."""
         if (last := max(saved_steps(self._root), key=_step, default=None)) is not None:
-            files = (path for path in last.rglob("*") if path.relative_to(last).parts[0] not in self.linked)
-            needed = sum(path.stat().st_size for path in files if path.is_file())
+            needed = bytes_below(last, self.linked)
             if shutil.disk_usage(self._root).free < needed:
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {needed} bytes, the size of {last.name}")
 
@@ -308,11 +307,9 @@ class CheckpointStore:
         saved = sorted(
             saved_steps(root), key=lambda path: (path not in self._left, _step(path) <= _step(final), _step(path))
         )
-        old = [path for path in saved[: -self._keep] if path in self._left or not self._is_milestone(path)]
+        every = self._keep_every
+        old = [path for path in saved[: -self._keep] if path in self._left or not every or _step(path) % every]
         self._remove([*root.glob(f"{_FORMER}*"), *old])
-
-    def _is_milestone(self, path: Path) -> bool:
-        return self._keep_every > 0 and _step(path) % self._keep_every == 0
 
     def _remove(self, paths: Iterable[Path]) -> None:
         """Remove directories, also earlier leftovers. A half-removed directory never has its original name."""
